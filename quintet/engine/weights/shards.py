@@ -168,14 +168,16 @@ def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Ite
 
     A layer's number is that in the whole model, an expert's that among all experts. of: see `shard_map`.
     """
-    for name, tensor in _local_tensors(model, of):
-        yield from _renamed(model, mesh, name, tensor)
+    for name, tensor in _stored(model):
+        if of == "param" or tensor.requires_grad:
+            behind = tensor.data if of == "param" else getattr(tensor, of)
+            yield from _renamed(model, mesh, name, behind.view(tensor.shape))
 
 
 def held_tensors(model: torch.nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor, int]]:
     """Yield parameters and the buffers stored with them under their names in the table: name, the module's own tensor, and
     where in it, flattened, the named one begins (an expert's among all that a rank holds)."""
-    for name, tensor in [*model.named_parameters(), *_stored_buffers(model)]:
+    for name, tensor in _stored(model):
         for entry, view in _renamed(model, mesh, name, tensor.detach()):
             yield entry, tensor, int(view.storage_offset() - tensor.storage_offset())
 
@@ -200,18 +202,9 @@ _NORMS = {f"{linear}.layer_norm_weight": norm for norm, linear in FUSED_NORMS.it
 """By the name that a norm has within the linear layer after it."""
 
 
-def _local_tensors(model: torch.nn.Module, of: str) -> Iterator[tuple[str, Tensor]]:
-    """Parameters or what is behind them, in the parameters' shapes, and with the parameters the buffers."""
-    for name, parameter in model.named_parameters():
-        if of != "param" and not parameter.requires_grad:
-            continue
-        tensor = parameter.data if of == "param" else getattr(parameter, of)
-        yield name, tensor.view(parameter.shape)
-    if of == "param":
-        yield from _stored_buffers(model)
-
-
-def _stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _stored(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are stored with them."""
+    yield from model.named_parameters()
     for name, buffer in model.named_buffers():
         if name.endswith(".expert_bias"):
             yield name, buffer
