@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -70,8 +69,3 @@ class Parameter:
             one.key: (one, flat[one.start : one.stop].view(box_sizes(one.box))) for one in parts
         }
         self.shards: list[Shard] = whole(weight, data, shape)
-
-
-def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor."""
-    return math.prod(shape) * dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from quintet.engine.checkpoint.checkpoints import FORMAT
 from quintet.engine.checkpoint.format import TensorFile, publish
 from quintet.engine.checkpoint.parts import Part
 from quintet.engine.checkpoint.reader import within
-from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, nbytes_of, wanted_dtype
+from quintet.engine.convert.parts import Converted, Parameter, Progress, common_dtype, wanted_dtype
 from quintet.engine.convert.places import Places
 from quintet.engine.weights.hf import check_hf
 from quintet.engine.weights.hf_aux_files import copy_companions
@@ -65,7 +66,7 @@ def hf_to_mcore(
     weights = check_hf(shape, source)
     table = CheckpointMap(table_of(shape))
     dtypes = {name: _dtype(weight, weights, cast) for name, weight in table.weights.items()}
-    total = sum(nbytes_of(full, dtypes[weight.name]) for _, full, weight in table.tensors())
+    total = sum(math.prod(full) * dtypes[weight.name].itemsize for _, full, weight in table.tensors())
     done, count = 0, 0
     with atomic_directory(destination, total) as directory:
         files: dict[int, TensorFile] = {}
