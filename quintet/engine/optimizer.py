@@ -9,7 +9,6 @@ second into the learning rate at each step (`set_learning_rate`).
 from __future__ import annotations
 
 import gc
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from quintet.engine.agree import gathered
 from quintet.engine.clip import SET
 from quintet.engine.lora import requires_grad
 from quintet.engine.mesh import Mesh
-from quintet.engine.weights.shards import shard_map
+from quintet.engine.weights.shards import held_tensors, table
 from quintet.errors import UserError
 from quintet.recipe import schema
 from quintet.recipe.frozen import check_frozen, is_frozen
@@ -174,19 +173,11 @@ def _multipliers(
 
 
 def _hugging_face_names(modules: Sequence[Any], mesh: Mesh) -> dict[torch.nn.Parameter, list[str]]:
-    """The Hugging Face tensors that each parameter in training on this rank is made of.
-
-    The shard map tells names and views; a view belongs to the parameter in whose memory it begins.
-    """
-    trained = (p for m in modules for p in m.parameters() if p.requires_grad)
-    parameters = sorted(trained, key=lambda p: p.data_ptr())
-    starts = [p.data_ptr() for p in parameters]
-    found: dict[torch.nn.Parameter, list[str]] = {}
-    for shard in shard_map(modules, modules[0].shape, mesh):
-        if not shard.view.numel():  # a rank with nothing but the vocabulary's padding
-            continue
-        at = bisect_right(starts, shard.view.data_ptr()) - 1
-        parameter = parameters[at] if at >= 0 else None
-        if parameter is not None and shard.view.data_ptr() < parameter.data_ptr() + parameter.nbytes:
-            found.setdefault(parameter, []).append(shard.name)
+    """The Hugging Face tensors that each parameter in training on this rank is made of."""
+    weights = table(modules, modules[0].shape)
+    found: dict[Any, list[str]] = {}
+    for module in modules:
+        for name, parameter, _ in held_tensors(module, mesh):
+            if parameter.requires_grad:
+                found.setdefault(parameter, []).extend(weights[name].hf)
     return found

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from quintet.engine.checkpoint.slots import Slot
 from quintet.engine.mesh import Mesh
-from quintet.engine.weights.shards import held_tensors, stored_table
+from quintet.engine.weights.shards import EMBEDDING, held_tensors, stored_table
 from quintet.models import ModelShape
 from quintet.models.mcore import Block, Box, CheckpointMap, flat_boxes, volume
 
-EMBEDDING = "embedding.word_embeddings.weight"
 STATE_PREFIX = "optimizer.state."
 PIECE_BYTES = 64 << 20
 """No written tensor is larger, but for a single row: what reading needs memory for at a time."""
@@ -79,8 +78,6 @@ class Holding:
             for name, parameter, start in held_tensors(chunk, mesh):
                 if getattr(chunk, "adapters", None) is not None and name not in self.map.weights:
                     continue  # frozen
-                if name == "output_layer.weight" and shape.tied_embeddings:  # the last stage's copy
-                    name = EMBEDDING
                 copy = name == EMBEDDING and not mesh.first_stage  # is the first stage's to save
                 split = self.map.weights[name].split
                 for block in self.map.blocks(name, tp=(at["tp"], sizes.tp), etp=(at["etp"], sizes.etp)):

@@ -26,6 +26,8 @@ from quintet.models.mcore import FUSED_NORMS, box_sizes, equal_part, whole_box
 from quintet.models.mcore import Box as Box
 from quintet.models.weight import Stack
 
+EMBEDDING = "embedding.word_embeddings.weight"
+
 
 @dataclass
 class Shard:
@@ -124,7 +126,7 @@ def shard_map(
     """
     weights = table(chunks, shape)
     if shape.tied_embeddings and mesh.sizes.pp > 1:
-        embedding = weights["embedding.word_embeddings.weight"]
+        embedding = weights[EMBEDDING]
         tied = Weight("output_layer.weight", embedding.hf, embedding.shapes, "vocab")
         weights = {**weights, tied.name: tied}
     held = {name: view for chunk in chunks for name, view in global_tensors(chunk, mesh, of)}
@@ -176,8 +178,12 @@ def global_tensors(model: torch.nn.Module, mesh: Mesh, of: str = "param") -> Ite
 
 def held_tensors(model: torch.nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor, int]]:
     """Yield parameters and the buffers stored with them under their names in the table: name, the module's own tensor, and
-    where in it, flattened, the named one begins (an expert's among all that a rank holds)."""
+    where in it, flattened, the named one begins (an expert's among all that a rank holds). Of tied embeddings the last stage's copy is
+    named as the first's."""
+    tied: Any = model.share_embeddings_and_output_weights
     for name, tensor in _stored(model):
+        if tied and name == "output_layer.weight":
+            name = EMBEDDING
         for entry, view in _renamed(model, mesh, name, tensor.detach()):
             yield entry, tensor, int(view.storage_offset() - tensor.storage_offset())
 
