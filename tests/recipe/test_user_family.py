@@ -160,3 +160,11 @@ def test_the_recipe_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tmp_path, own, spec, "model.path=null", "model.build={}"
     )
     assert "model.family: there is no file" in recipe(tmp_path, own, "model.family=other.py:Named")
+
+
+def test_a_file_that_is_loaded_again_answers_to_what_it_says_now() -> None:
+    for architecture in ("FormerForCausalLM", "LatterForCausalLM"):
+        register(type("Mine", (Llama,), {"name": "mine", "architectures": (architecture,)}))
+    assert family_of({"architectures": ["LatterForCausalLM"]}).name == "mine"
+    with pytest.raises(UserError, match="FormerForCausalLM is not supported"):
+        family_of({"architectures": ["FormerForCausalLM"]})
