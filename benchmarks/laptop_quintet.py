@@ -6,12 +6,13 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.laptop_cases import Case
 from benchmarks.records import ROOT, versions
-from quintet.algorithms.advantages import Advantages
+from quintet.algorithms.advantages import Advantages, group_advantages
 from quintet.cluster.cluster import Cluster
 from quintet.controller.controller import Controller
 from quintet.controller.objective import policy_objective
@@ -57,7 +58,7 @@ def run_steps(
     reward = load_reward(f"{ROOT / 'benchmarks' / 'laptop_cases.py'}:reward")
     sampling = Sampling(max_response_tokens=work["longest"], ignore_end=True)
     objective = policy_objective(settings.algorithm, settings.mismatch)
-    advantages = Advantages("group", {"normalize_by_std": True})
+    advantages = Advantages(partial(group_advantages, normalize_by_std=True))
     steps: list[tuple[float, float, float, float]] = []
     timed = PhaseTimer()
     with ExitStack() as stack:

@@ -1,13 +1,12 @@
 """Advantages from rewards: how much better a sample did than the other samples of its prompt, or a token than was expected.
 
-Ways to advantages have names, and are pure functions of what a rank holds and of the rewards of all samples.
+A way to advantages is a pure function of what a rank holds and of the rewards of all samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,51 +56,23 @@ class Scored:
 
 AdvantageFunction = Callable[..., dict[str, Tensor]]
 """(fields by name, each flat over this rank's tokens [tokens]; the sample of each token, 0-based [tokens]; the numbers of these
-samples in the batch [samples]; `Scored`; a function that sums a tensor over the ranks with other samples; **settings) → fields: per
-token [tokens], or per sample [samples]."""
+samples in the batch [samples]; `Scored`; a function that sums a tensor over the ranks with other samples) → fields: per token [tokens],
+or per sample [samples]."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """A way from rewards to advantages, by name, with its settings fixed. Pickles.
+    """A way from rewards to advantages: one of the functions here with its settings fixed. Pickles.
 
     reads: fields per token that it needs besides loss_mask. writes: what it makes; per_token: which of that is per token.
     """
 
-    name: str
-    settings: Mapping[str, Any]
+    make: AdvantageFunction
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ("advantages",)
     per_token: tuple[str, ...] = ()
 
-    def __call__(
-        self,
-        fields: Mapping[str, Tensor],
-        sample_ids: Tensor,
-        numbers: Tensor,
-        scored: Scored,
-        total: Callable[[Tensor], Tensor],
-    ) -> dict[str, Tensor]:
-        """See `AdvantageFunction`."""
-        return _WAYS[self.name](fields, sample_ids, numbers, scored, total, **self.settings)
 
-
-_WAYS: dict[str, AdvantageFunction] = {}
-
-
-def register_advantages(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Return a decorator that makes a way to advantages known under `name`."""
-
-    def register(function: AdvantageFunction) -> AdvantageFunction:
-        if name in _WAYS:
-            raise ValueError(f"a way to advantages named {name!r} is already registered")
-        _WAYS[name] = function
-        return function
-
-    return register
-
-
-@register_advantages("group")
 def group_advantages(
     fields: Mapping[str, Tensor],
     sample_ids: Tensor,
@@ -116,19 +87,6 @@ def group_advantages(
     return {"advantages": grpo_advantages(scored.rewards, scored.groups, normalize_by_std)[numbers]}
 
 
-@register_advantages("reward")
-def reward_advantages(
-    fields: Mapping[str, Tensor],
-    sample_ids: Tensor,
-    numbers: Tensor,
-    scored: Scored,
-    total: Callable[[Tensor], Tensor],
-) -> dict[str, Tensor]:
-    """Return the reward itself as advantages, with no baseline (REINFORCE; Williams 1992)."""
-    return {"advantages": scored.rewards[numbers].float()}
-
-
-@register_advantages("gae")
 def value_advantages(
     fields: Mapping[str, Tensor],
     sample_ids: Tensor,

@@ -74,10 +74,10 @@ class HeldBatch:
     def __iter__(self) -> Iterator[HeldMiniBatch]:
         return iter(self.minis)
 
-    def advantages(self, function: Advantages, total: Callable[[Tensor], Tensor]) -> None:
-        """Set what the function makes of rewards and scores. total: sums over the ranks with other samples."""
+    def advantages(self, way: Advantages, total: Callable[[Tensor], Tensor]) -> None:
+        """Set what the way makes of rewards and scores. total: sums over the ranks with other samples."""
         assert self.scored is not None, "a batch of a dataset's responses has no rewards"
-        names = [name for name in function.reads if all(name in one.batch for one in self)]
+        names = [name for name in way.reads if all(name in one.batch for one in self)]
         sizes = [one.batch.batch_size[0] for one in self]
         firsts = [sum(sizes[:k]) for k in range(len(sizes))]
         fields = {
@@ -85,9 +85,9 @@ class HeldBatch:
         }
         ids = torch.cat([sample_ids(one.batch) + first for one, first in zip(self, firsts, strict=True)])
         numbers = torch.tensor([n for one in self for n in one.assignment.numbers], dtype=torch.int64)
-        made = function(fields, ids, numbers, self.scored, total)
+        made = way.make(fields, ids, numbers, self.scored, total)
         for name, values in made.items():
-            per_token = len(values) == len(ids) and name in function.per_token
+            per_token = len(values) == len(ids) and name in way.per_token
             spans = [len(sample_ids(one.batch)) for one in self] if per_token else sizes
             for one, values_here in zip(self, values.split(spans), strict=True):
                 if per_token:

@@ -63,16 +63,16 @@ class Role:
         recorded = {"routes": frozenset({where})} if routes == "record" else {}
         return Fields(batch.name, {**made.held, **recorded})
 
-    def advantages(self, batch: BatchRef, function: Advantages, to: dict[str, Role] | None = None) -> Fields:
+    def advantages(self, batch: BatchRef, way: Advantages, to: dict[str, Role] | None = None) -> Fields:
         """Make advantages of rewards and scores, on this role's ranks. to: by field, a role whose ranks need it besides.
 
         Raises ValueError for a score that they do not hold.
         """
         where = self.placement.name
-        batch.need(function.reads, where)
+        batch.need(way.reads, where)
         with self._phase("advantages"):
-            self._workers.all(Policy.advantages)(batch=batch.name, placement=where, function=function)
-            held = {name: frozenset({where}) for name in function.writes}
+            self._workers.all(Policy.advantages)(batch=batch.name, placement=where, way=way)
+            held = {name: frozenset({where}) for name in way.writes}
             for name, role in (to or {}).items():
                 held |= self.send(batch, [name], [role]).held
         return Fields(batch.name, held)

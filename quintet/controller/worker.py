@@ -219,9 +219,9 @@ class PolicyWorker(Worker):
                 dist.all_reduce(found, group=mesh.groups.cp)
             set_tokens(one.batch, field, found)
 
-    def advantages(self, *, batch: str, placement: str, function: Advantages) -> None:
-        """Set what `function` makes of rewards and scores."""
-        self.batches[batch, placement].advantages(function, self.roles.mesh(placement).sum_over_dp)
+    def advantages(self, *, batch: str, placement: str, way: Advantages) -> None:
+        """Set what `way` makes of rewards and scores."""
+        self.batches[batch, placement].advantages(way, self.roles.mesh(placement).sum_over_dp)
 
     def tell_fields(
         self, *, batch: str, placement: str, fields: list[str], wanted: list[list[int]]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
-from quintet.algorithms.advantages import Advantages
+from quintet.algorithms.advantages import Advantages, group_advantages, value_advantages
 from quintet.controller.batch_ref import BatchRef, Fields
 from quintet.controller.messages import RouteUse
 from quintet.controller.objective import Objective, ValueObjective, policy_objective, value_objective
@@ -44,12 +45,12 @@ class MakeAdvantages:
     """Advantages, made on a role's ranks. to: by field, a role whose ranks need it besides."""
 
     role: Role
-    function: Advantages
+    way: Advantages
     to: Mapping[str, Role] = field(default_factory=dict)
 
     def __call__(self, batch: BatchRef) -> Fields:
         """Make them."""
-        return self.role.advantages(batch, self.function, dict(self.to))
+        return self.role.advantages(batch, self.way, dict(self.to))
 
 
 @dataclass(frozen=True)
@@ -131,24 +132,25 @@ def algorithm_of(recipe: Recipe, roles: Mapping[str, Role]) -> Algorithm:
         scores.append(Score("ref_logprobs", roles["reference"], temperature, (policy,)))
     objective = policy_objective(wanted, recipe.mismatch, temperature, in_updates)
     if critic is None:
-        normalize = {"normalize_by_std": wanted.normalize_by_std}
+        compare = partial(group_advantages, normalize_by_std=wanted.normalize_by_std)
         return Algorithm(
             Refill(wanted.max_refills, recipe.train.mini_batches_per_step)
             if wanted.name == "dapo"
             else as_they_came,
             tuple(scores),
-            MakeAdvantages(policy, Advantages("group", normalize)),
+            MakeAdvantages(policy, Advantages(compare)),
             (TrainedRole(policy, objective, recipe.optimizer, steps),),
         )
     scores.append(Score("old_values", critic, to=(policy,)))
-    settings = {"gamma": wanted.gamma, "lam": wanted.gae_lambda}
-    if in_reward:
-        settings |= {"kl_coef": wanted.kl_coef}
-    kl_reads = ("old_logprobs", "ref_logprobs") if in_reward else ()
     gae = Advantages(
-        "gae",
-        settings | ({"kl_estimator": wanted.kl_estimator} if in_reward else {}),
-        reads=("old_values", *kl_reads),
+        partial(
+            value_advantages,
+            gamma=wanted.gamma,
+            lam=wanted.gae_lambda,
+            kl_coef=wanted.kl_coef if in_reward else 0.0,
+            kl_estimator=wanted.kl_estimator,
+        ),
+        reads=("old_values", *(("old_logprobs", "ref_logprobs") if in_reward else ())),
         writes=("advantages", "returns"),
         per_token=("advantages", "returns"),
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quintet.algorithms.advantages import Advantages, Scored, grpo_advantages, register_advantages
+from quintet.algorithms.advantages import Scored, group_advantages, grpo_advantages, value_advantages
 from quintet.algorithms.gae import final_rewards, gae, moments, whiten
 from quintet.algorithms.kl import kl
 from quintet.rewards.overlong import overlong_penalty
@@ -50,7 +50,10 @@ def of(fields: dict[str, Tensor], ids: Tensor, chosen: list[int]) -> tuple[dict[
 def test_a_split_over_ranks_changes_nothing(lengths: list[tuple[int, int]], split: Any) -> None:
     fields, ids, scored = example(lengths)
     everyone = torch.arange(len(lengths))
-    ways = {"gae": Advantages("gae", GAE), "group": Advantages("group", {"normalize_by_std": True})}
+    ways: dict[str, Any] = {
+        "gae": partial(value_advantages, **GAE),
+        "group": partial(group_advantages, normalize_by_std=True),
+    }
     order = list(range(len(lengths)))
     split.shuffle(order)
     cut = split.randint(0, len(order))
@@ -87,7 +90,7 @@ def _advantages(fields: dict[str, Tensor], ids: Tensor, rewards: Tensor) -> Tens
 
 def test_gae_is_what_it_is_made_of() -> None:
     fields, ids, scored = example([(2, 3), (1, 4), (3, 1)])
-    made = Advantages("gae", GAE)(fields, ids, torch.arange(3), scored, lambda values: values)
+    made = value_advantages(fields, ids, torch.arange(3), scored, lambda values: values, **GAE)
     raw = _advantages(fields, ids, scored.rewards)
     mask = fields["loss_mask"]
     torch.testing.assert_close(made["advantages"], whiten(raw, mask, moments(raw, mask)))
@@ -98,14 +101,9 @@ def test_gae_is_what_it_is_made_of() -> None:
 
 def test_groups_lie_on_any_ranks() -> None:
     fields, ids, scored = example([(1, 1)] * 6)
-    way = Advantages("group", {"normalize_by_std": False})
+    way = partial(group_advantages, normalize_by_std=False)
     found = way(fields, ids, torch.tensor([5, 0]), scored, lambda values: values)["advantages"]
     assert found.tolist() == grpo_advantages(scored.rewards, scored.groups, False)[[5, 0]].tolist()
-
-
-def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="'gae' is already registered"):
-        register_advantages("gae")(lambda *_: {})
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(0, 0), (80, 0), (85, 0.25), (100, 1), (120, 1)])

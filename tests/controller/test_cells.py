@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.algorithms.advantages import Advantages
+from quintet.algorithms.advantages import Advantages, Scored
 from quintet.cluster.cluster import Cluster
 from quintet.controller.batch_ref import BatchRef
 from quintet.controller.controller import Controller
@@ -36,6 +36,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompt(number: int, response: list[int]) -> Prompt:
     ids = [3 + number, 4, 5]
     return Prompt(number, "", ids, "", "", "", response, "")
+
+
+def the_reward_itself(
+    fields: Any, sample_ids: Any, numbers: torch.Tensor, scored: Scored, total: Any
+) -> dict[str, torch.Tensor]:
+    return {"advantages": scored.rewards[numbers].float()}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def steps(ray_cluster: Cluster, model_dir: Path, dynamic: bool, aggregation: Any
         for one, logprobs in zip(told.values(), again, strict=True):
             torch.testing.assert_close(torch.tensor(one.old_logprobs), logprobs)
             torch.testing.assert_close(torch.tensor(one.rollout_logprobs), logprobs, rtol=1e-3, atol=1e-3)
-        batch = batch | policy.advantages(batch, Advantages("reward", {}))
+        batch = batch | policy.advantages(batch, Advantages(the_reward_itself))
         result = trained(controller, batch, policy_objective(recipe.algorithm, recipe.mismatch))
         assert set(result.replayed) == {0, 1, 2}
         lengths = torch.tensor([one.response_tokens for one in samples.generated])

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from quintet.algorithms.advantages import Advantages, Scored
+from quintet.algorithms.advantages import Advantages, Scored, group_advantages, value_advantages
 from quintet.controller.held_batches import HeldBatch, HeldBatches
 from quintet.controller.messages import Assignment
 from quintet.data.batch import Batch, concat, make_batch, sample_ids, set_tokens, tokens
 from quintet.packing.plan import Cell
 
 GAE = Advantages(
-    "gae",
-    {"gamma": 0.9, "lam": 0.8},
+    partial(value_advantages, gamma=0.9, lam=0.8),
     reads=("old_values",),
     writes=("advantages", "returns"),
     per_token=("advantages", "returns"),
@@ -69,12 +69,12 @@ def test_advantages_are_of_all_mini_batches_together() -> None:
 
     apart.advantages(GAE, total)
     fields = {name: tokens(whole, name) for name in ("loss_mask", "old_values")}
-    expected = GAE(fields, sample_ids(whole), torch.tensor([6, 1, 4, 3]), REWARDS, lambda values: values)
+    expected = GAE.make(fields, sample_ids(whole), torch.tensor([6, 1, 4, 3]), REWARDS, lambda values: values)
     for name in ("advantages", "returns"):
         found = torch.cat([tokens(mini.batch, name) for mini in apart])
         torch.testing.assert_close(found, expected[name])
     assert len(seen) == 1
-    apart.advantages(Advantages("group", {"normalize_by_std": False}), total)
+    apart.advantages(Advantages(partial(group_advantages, normalize_by_std=False)), total)
     assert [mini.batch["advantages"].tolist() for mini in apart] == [[-1.5, 0.5], [2.0, -1.0]]
 
 

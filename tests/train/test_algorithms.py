@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from quintet.algorithms.advantages import group_advantages, value_advantages
 from quintet.algorithms.policy_loss import clipped_loss
 from quintet.controller.objective import policy_objective
 from quintet.engine.outputs import Outputs
@@ -54,8 +55,9 @@ def test_grpo_and_dapo_compare_groups() -> None:
         algorithm, made = of(minis=2, algorithm=wanted)
         assert algorithm.select == (Refill(5, 2) if name == "dapo" else as_they_came)
         (advantages, (trained,)) = algorithm.advantages, algorithm.trained
-        assert (advantages.role, advantages.function.name) == (made["policy"], "group")
-        assert advantages.function.settings == {"normalize_by_std": normalize}
+        make: Any = advantages.way.make
+        assert (advantages.role, make.func) == (made["policy"], group_advantages)
+        assert make.keywords == {"normalize_by_std": normalize}
         assert (trained.role, trained.steps, trained.first_step) == (made["policy"], 10, 1)
         assert [role for role, _ in algorithm.updates(1)] == [made["policy"]]
 
@@ -77,10 +79,15 @@ def test_the_loss_or_the_reward_holds_the_kl(kl_in: Any) -> None:
         "kl_coef": 0.05 if in_loss else 0.0,
         "kl_estimator": "k3" if in_loss else "k1",
     }
-    gae = algorithm.advantages.function
-    assert gae.settings == {"gamma": 0.9, "lam": 0.8} | (
-        {} if in_loss else {"kl_coef": 0.05, "kl_estimator": "k1"}
-    )
+    gae = algorithm.advantages.way
+    make: Any = gae.make
+    assert make.func is value_advantages
+    assert make.keywords == {
+        "gamma": 0.9,
+        "lam": 0.8,
+        "kl_coef": 0.0 if in_loss else 0.05,
+        "kl_estimator": "k3" if in_loss else "k1",
+    }
     assert gae.reads == ("old_values", *(() if in_loss else ("old_logprobs", "ref_logprobs")))
     assert algorithm.advantages.to == {"returns": made["critic"]}
     assert algorithm.scores[-1].to == (made["policy"],)
