@@ -208,12 +208,10 @@ def _read_data(inputs: Inputs, recipe: schema.Recipe, command: Command, starts: 
     inputs.train = found.get("train")
     inputs.sft = found.get("sft", inputs.train) if response else None
     if inputs.train is not None and command != "sft":
-        _check_lengths(inputs.train, recipe, recipe.rollout.max_response_tokens)
-        if command == "train":
-            inputs.notes += _too_few(inputs.train, "train.prompts_per_step", recipe.train.prompts_per_step)
+        inputs.notes += _too_few(inputs.train, "train.prompts_per_step", recipe.train.prompts_per_step)
     if inputs.sft is not None:
         assert recipe.sft is not None
-        _check_lengths(inputs.sft, recipe, 0)
+        _check_lengths(inputs.sft, recipe)
         inputs.notes += _too_few(inputs.sft, "sft.samples_per_step", recipe.sft.samples_per_step)
     if "eval" in found:
         inputs.eval = found["eval"].subset(recipe.train.eval_prompts, recipe.run.seed)
@@ -275,22 +273,19 @@ def _check_device(recipe: schema.Recipe, command: Command) -> None:
             raise UserError(f"{problem.message}. This machine has no GPU, so that cluster.device=auto is cpu")
 
 
-def _check_lengths(prompts: PromptSet, recipe: schema.Recipe, generated: int) -> None:
-    """Prompt and longest response must fit a micro-batch, for every prompt, before anything is generated. generated: the longest
-    response that may be; 0 where the prompts' own are trained on."""
+def _check_lengths(prompts: PromptSet, recipe: schema.Recipe) -> None:
+    """Each prompt and the response that is imitated must fit a micro-batch; of what is generated the recipe's rules say it."""
     fit: set[int] = set()
     for prompt in prompts:
-        longest = generated or len(prompt.response_ids)
-        total = len(prompt.token_ids) + longest
+        total = len(prompt.token_ids) + len(prompt.response_ids)
         if total in fit:
             continue
         fit.add(total)
-        if (over := overflow(recipe, total, roles_of(recipe) if generated else ())) is not None:
+        if (over := overflow(recipe, total)) is not None:
             why, fits = over
-            less = "lower rollout.max_response_tokens"
-            if not generated:  # problems of a built-in task have no row
-                less = "take the row out" if prompt.row else "make problems shorter (data.task_options)"
+            # Problems of a built-in task have no row.
+            less = "take the row out" if prompt.row else "make problems shorter (data.task_options)"
             raise UserError(
-                f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {longest} of response are "
+                f"{prompt.source}: {len(prompt.token_ids)} prompt tokens and up to {len(prompt.response_ids)} of response are "
                 f"{total}, {why}. It fits with {fits}; or {less}"
             )

@@ -64,18 +64,14 @@ def test_a_critic_reads_what_the_policy_says(model: Path, tmp_path: Path) -> Non
 
 
 def test_a_sample_fits_with_the_padding_of_sequence_parallelism(model: Path, tmp_path: Path) -> None:
-    inputs = prepare(recipe(model), "train", tmp_path)
-    assert inputs.train is not None
-    longest = max(len(prompt.token_ids) for prompt in inputs.train)
-    response = 32 + (longest + 1) % 2  # so that the longest sample has an odd count of tokens
-    fits = {
-        "rollout": {"max_response_tokens": response},
-        "engine": {"tokens_per_microbatch_per_rank": longest + response},
-    }
-    assert (longest + response) % 2
-    prepare(recipe(model, **fits), "train", tmp_path)
+    inputs = prepare(recipe(model, sft={}), "sft", tmp_path)
+    assert inputs.sft is not None
+    longest = max(len(prompt.token_ids) + len(prompt.response_ids) for prompt in inputs.sft)
+    fits = {"sft": {}, "engine": {"tokens_per_microbatch_per_rank": longest}}
+    assert longest % 2
+    prepare(recipe(model, **fits), "sft", tmp_path)
     with pytest.raises(UserError, match="with padding to a multiple of 2"):
-        prepare(recipe(model, layout={"tp": 2, "sp": True}, **fits), "train", tmp_path)
+        prepare(recipe(model, layout={"tp": 2, "sp": True}, **fits), "sft", tmp_path)
 
 
 def test_a_row_that_fits_no_micro_batch_is_told_with_what_it_fits(model: Path, tmp_path: Path) -> None:
