@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,18 +96,14 @@ class Samples:
         """Return the samples that were given up while they were generated."""
         return [i for i, made in enumerate(self.generated) if made.finish == "abort"]
 
-    def timed_out(self, reward: str) -> str | None:
-        """Say how many responses `reward`, the function of that name, could not score in time, and which is the first."""
-        late = [i for i, scored in enumerate(self.rewards) if scored.timed_out]
-        return self._named(late, reward, "took too long to score and got 0") if late else None
-
-    def failed(self, reward: str) -> str | None:
-        """Say how many responses `reward` could not score at all, and why it could not score the first."""
-        lost = [i for i, scored in enumerate(self.rewards) if scored.failure is not None]
-        if not lost:
-            return None
-        why = (self.rewards[lost[0]].failure or "").partition("\n")[0]
-        return f"{self._named(lost, reward, 'could not be scored and got 0')}: {why}"
+    def unscored(self, reward: str) -> Iterator[str]:
+        """Say how many responses `reward`, the function of that name, could not score in time, and which is the first; and how many not
+        at all, and why not the first."""
+        if late := [i for i, scored in enumerate(self.rewards) if scored.timed_out]:
+            yield self._named(late, reward, "took too long to score and got 0")
+        if lost := [i for i, scored in enumerate(self.rewards) if scored.failure is not None]:
+            why = str(self.rewards[lost[0]].failure).partition("\n")[0]
+            yield f"{self._named(lost, reward, 'could not be scored and got 0')}: {why}"
 
     def _named(self, which: list[int], reward: str, what: str) -> str:
         prompt, response = self.prompts[self.groups[which[0]]], self.generated[which[0]].text

@@ -69,9 +69,8 @@ def evaluate(s: Session, step: int, *, show_all: bool = False) -> dict[str, floa
         **told,
     }
     for part in (sampled, greedy):
-        for say in (part.timed_out, part.failed):
-            if (zeros := say(s.recipe.reward.function)) is not None:
-                s.observer.note(f"evaluation after step {step}: {zeros}")
+        for zeros in part.unscored(s.recipe.reward.function):
+            s.observer.note(f"evaluation after step {step}: {zeros}")
     logged = None if show_all else s.recipe.run.samples_logged_per_step
     s.observer.samples(step, sampled.shown(logged, "eval") + greedy.shown(logged, "greedy"))
     s.observer.evaluation(step, metrics | s.controller.memory())

@@ -58,9 +58,8 @@ class Source:
             s.controller.reward(samples)
             self._shape(samples)
         step.rewards += samples.rewards
-        for say in (samples.timed_out, samples.failed):
-            if (zeros := say(s.recipe.reward.function)) is not None:
-                s.observer.note(f"step {step.number}: {zeros}")
+        for zeros in samples.unscored(s.recipe.reward.function):
+            s.observer.note(f"step {step.number}: {zeros}")
         return samples
 
     def tell(self, metric: str, value: float) -> None:

@@ -106,22 +106,23 @@ def test_accuracy_is_of_what_the_reward_calls_correct(samples: Samples) -> None:
 
 
 def test_what_could_not_be_scored_in_time_is_counted_and_named(samples: Samples) -> None:
-    assert samples.timed_out("math") is None
+    assert not list(samples.unscored("math"))
     samples.prompts[0] = SimpleNamespace(source="prompts.jsonl:17")  # type: ignore[call-overload]
     samples.rewards[1] = RewardResult(0.0, {}, timed_out=True)
-    said = samples.timed_out("math")
+    (said,) = samples.unscored("math")
     assert said == (
         "reward math: 1 of 2 responses took too long to score and got 0; the first is sample 1, '3', to prompts.jsonl:17"
     )
 
 
 def test_what_could_not_be_scored_at_all_is_counted_and_named(samples: Samples) -> None:
-    assert samples.failed("mine.py:reward") is None
+    assert not list(samples.unscored("mine.py:reward"))
     samples.prompts[0] = SimpleNamespace(source="prompts.jsonl:17")  # type: ignore[call-overload]
     samples.rewards[0] = RewardResult(
         0.0, {}, failure="reward mine.py:reward raised ValueError: no\n  prompt: …"
     )
-    assert samples.failed("mine.py:reward") == (
+    (said,) = samples.unscored("mine.py:reward")
+    assert said == (
         "reward mine.py:reward: 1 of 2 responses could not be scored and got 0; the first is sample 0, '2', to "
         "prompts.jsonl:17: reward mine.py:reward raised ValueError: no"
     )
