@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -157,19 +158,12 @@ def _of_layer(setup: Setup, weights: list[Weight]) -> Iterator[Parameter]:
     """core builds grouped-query attention from its end, and all experts' matrices and biases are a parameter each."""
     if not setup.shape.mla:
         weights = sorted(weights, key=lambda weight: _rank_in_layer(weight.name))
-    experts: dict[str, int] = {}
-    done = False
-    for weight in weights:
-        stack = _in_stack(weight.name)
-        if stack != weight.name:
-            experts[stack] = experts.get(stack, 0) + _numel(setup, weight)
-            continue
-        if experts and not done:
-            done = True
-            yield from _grouped(setup, experts)
-        yield Parameter(weight.name, _numel(setup, weight))
-    if experts and not done:
-        yield from _grouped(setup, experts)
+    for expert, run in itertools.groupby(weights, lambda weight: bool(_EXPERT.search(weight.name))):
+        held: Counter[str] = Counter()
+        for weight in run:
+            held[_in_stack(weight.name)] += _numel(setup, weight)
+        for name, numel in held.items():
+            yield Parameter(name, numel // setup.layout.ep if expert else numel, expert)
 
 
 def _rank_in_layer(name: str) -> int:
@@ -178,11 +172,6 @@ def _rank_in_layer(name: str) -> int:
     if ".core_attention." in name:
         return 1
     return 2 if "self_attention.linear_proj." in name else 3
-
-
-def _grouped(setup: Setup, experts: dict[str, int]) -> Iterator[Parameter]:
-    for name, numel in experts.items():
-        yield Parameter(name, numel // setup.layout.ep, expert=True)
 
 
 def _numel(setup: Setup, weight: Weight) -> int:
