@@ -131,18 +131,17 @@ class Rollouts(ABC):
                 found[name] = found.get(name, 0.0) + value
         return found
 
-    @abstractmethod
     def memory(self) -> list[dict[str, float | None]]:
         """Return memory peaks of ranks that do nothing else."""
+        return []
 
     # the devices change hands: see `quintet.controller.colocation`
 
-    @abstractmethod
     def missing(self) -> bool:
         """Return whether one is not there: not started yet, or lost."""
+        return False
 
-    @abstractmethod
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027  (of those that live and die with the trainer's ranks none is ever missing)
         """Start those that are missing."""
 
     def sleep(self, level: int) -> int:
@@ -161,9 +160,9 @@ class Rollouts(ABC):
     def take_weights(self) -> dict[str, float]:
         """Bring the present weights to all that are there, and prove it; metrics."""
 
-    @abstractmethod
     def probe(self) -> dict[str, float]:
-        """Prove by log-probs what could not be read back."""
+        """Prove by log-probs what could not be read back; metrics."""
+        return {}
 
 
 class InProcessRolloutGroup(Rollouts):
@@ -227,12 +226,6 @@ class InProcessRolloutGroup(Rollouts):
         )
         return [list(parts[rank][1:]) for rank in self._owners]
 
-    def missing(self) -> bool:
-        return False
-
-    def start(self) -> None:
-        """Do nothing: these rollouts live and die with the trainer's ranks."""
-
     def mark_weights_updated(self) -> None:
         if self._travel:
             self._proof.changed()
@@ -253,12 +246,6 @@ class InProcessRolloutGroup(Rollouts):
             f"the rollout of dp rank {dp}": [told[rank] for rank in ranks]
             for dp, ranks in enumerate(self._ranks)
         }
-
-    def probe(self) -> dict[str, float]:
-        return {}
-
-    def memory(self) -> list[dict[str, float | None]]:
-        return []
 
     def counts(self) -> dict[str, float]:
         return {}  # native ones count nothing: they are not asked
