@@ -35,16 +35,12 @@ class Tree:
     """The tree of this process and all below it: what vLLM has started counts. Pages that several of them map count for each."""
 
     def __init__(self, every_s: float = WALK_S) -> None:
-        self.peak_gib = 0.0
-        """The most that `resident` has seen."""
         self._every_s, self._walked = every_s, float("-inf")
         self._processes: list[psutil.Process] = []
 
     def resident(self) -> float:
         """Return what the processes hold in memory now, GiB."""
-        now = self.sum_of(_resident_of)
-        self.peak_gib = max(now, self.peak_gib)
-        return now
+        return self.sum_of(_resident_of)
 
     def sum_of(self, measure: Callable[[psutil.Process], float]) -> float:
         """Return the sum of a measure of each process."""

@@ -21,7 +21,6 @@ from rich.console import Console
 from quintet.errors import Stopped
 from quintet.observe.acceptance import AcceptanceFalls
 from quintet.observe.losses import Losses
-from quintet.observe.memory import Tree, device_peak
 from quintet.observe.phases import PhaseTimer
 from quintet.observe.progress import Progress
 from quintet.observe.report import write_report
@@ -72,7 +71,6 @@ class Observer:
         self._ledger = Ledger(self.directory.metrics)
         self._printer = StepPrinter(self.console)
         self._watches = (IdleSteps(), AcceptanceFalls())
-        self._processes = Tree()
         self._untouched, self._report_due = resume is not None, 0.0
         self._trackers = make_trackers(recipe, self.directory.path, self.note) if keep else []
         if keep:
@@ -128,17 +126,14 @@ class Observer:
     ) -> None:
         """Record one training step and print its line (unless not `show`, as in a warm-up under a progress bar).
 
-        Adds seconds/<phase>, seconds/step, tokens_per_s (from `tokens`) and memory peaks that are not given.
+        Adds seconds/<phase>, seconds/step and tokens_per_s (from `tokens`).
         """
         by_phase, seconds = self.phases.lap()
         line = dict(metrics)
         line |= {f"seconds/{phase}": value for phase, value in by_phase.items()}
         line["seconds/step"] = seconds
-        if line.get("tokens") is not None:
-            line.setdefault("tokens_per_s", line["tokens"] / seconds if seconds > 0 else None)
-        if "memory/host_gib" not in line:
-            self._processes.resident()
-            line |= {"memory/host_gib": self._processes.peak_gib, "memory/device_gib": device_peak()}
+        if "tokens" in line:
+            line["tokens_per_s"] = line["tokens"] / seconds if seconds > 0 else None
         self._record(stage, step, line)
         if show:
             self._printer.step(stage, step, total, line)
