@@ -24,8 +24,7 @@ from quintet.engine.mesh import Mesh
 from quintet.engine.weights.shards import held_tensors, table
 from quintet.errors import UserError
 from quintet.recipe import schema
-from quintet.recipe.frozen import check_frozen, is_frozen
-from quintet.recipe.lr_multipliers import check_lr_multipliers, lr_factor
+from quintet.recipe.weight_patterns import check_frozen, check_lr_multipliers, is_frozen, lr_factor
 from quintet.typed import Typed
 
 MTP = "mtp"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from quintet.models import ModelShape, Weight, table_of
 from quintet.models.lora import LoraShape, adapter_weights
 from quintet.plan.setup import Place, Setup
-from quintet.recipe.frozen import is_frozen
+from quintet.recipe.weight_patterns import is_frozen
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.linear_fc(\d)\.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.errors import UserError
-from quintet.recipe.lr_multipliers import check_lr_multipliers, lr_factor
+from quintet.recipe.weight_patterns import check_lr_multipliers, lr_factor
 
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 GATE, HEAD = "model.layers.0.mlp.gate.weight", "lm_head.weight"
