@@ -22,8 +22,7 @@ from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.local import LocalGroup
 from quintet.controller.batch_ref import BatchRef, Lease, Placement
 from quintet.controller.colocation import DeviceHandover
-from quintet.controller.counted import counted_metrics
-from quintet.controller.dealing import SlotTime, deal, slot_time
+from quintet.controller.dealing import SlotTime, counted_metrics, deal, slot_time
 from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo, TrainedTokens
 from quintet.controller.progress_bar import watched

@@ -1,10 +1,14 @@
-"""Which rollout gets which requests of a call, in which order, and how long slots stood empty at its end."""
+"""Which rollout gets which requests of a call, in which order; how long slots stood empty at its end, and what else rollouts counted, as
+metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 from typing import NamedTuple
+
+from quintet.rollout.base import accepted_at
 
 
 class SlotTime(NamedTuple):
@@ -43,3 +47,22 @@ def slot_time(finished: Sequence[Sequence[float]], slots: int, began: float = 0.
     ends = max((at for times in finished for at in times), default=began)
     last = [at for times in finished for at in sorted(times)[-slots:]]
     return SlotTime(sum(ends - at for at in last), len(last) * (ends - began))
+
+
+def counted_metrics(counts: Mapping[str, float], slots: Sequence[SlotTime]) -> dict[str, float]:
+    """Return metrics of the counts of all rollouts (`Rollout.metrics`): shares of the prefix cache's and of the drafts' tokens, and of
+    the time of their slots, where there are any."""
+    told = {}
+    if total := sum(one.total for one in slots):
+        told["rollout/tail_idle_fraction"] = sum(one.idle for one in slots) / total
+    if counts.get("prefix_cache_queries"):
+        told["rollout/prefix_cache_fraction"] = counts["prefix_cache_hits"] / counts["prefix_cache_queries"]
+    if counts.get("draft_tokens"):
+        told["rollout/draft_tokens"] = counts["draft_tokens"]
+        told["rollout/accepted_fraction"] = counts["accepted_tokens"] / counts["draft_tokens"]
+        told["rollout/accepted_length"] = 1 + counts["accepted_tokens"] / counts["drafts"]
+        for position in itertools.count(1):
+            if accepted_at(position) not in counts:
+                break
+            told[f"rollout/{accepted_at(position)}"] = counts[accepted_at(position)] / counts["drafts"]
+    return told
