@@ -5,7 +5,7 @@ A role that rests is offloaded as `engine.offload_*` says: what the recipe wants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from quintet.algorithms.expert_load import ExpertLoad
@@ -27,35 +27,28 @@ from quintet.recipe.offload import KINDS, shares_asked
 from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 
 
-class Engines(Mapping[str, Engine | AdapterReference]):
+class Engines(dict[str, Engine | AdapterReference]):
     """By role. recipe: with a number for each `engine.offload_*` (`quintet.plan.offload`). command: what is not needed for it is not made;
     gradients, optimizer state and other roles cost memory. shares: of each kind of training state, that leave."""
 
     def __init__(
         self, recipe: schema.Recipe, shape: ModelShape, model_dir: Path, command: str, dtype: str
     ) -> None:
+        super().__init__()
         self._recipe, self._dtype, self._lora = recipe, dtype, lora_shape(recipe, shape)
         self.shares = shares_asked(recipe)
         self._due: set[str] = set()  # roles with gradients that no step was taken on yet
         self._active = "policy"
         trains = command in ("train", "sft")
         first = recipe.sft.optimizer if command == "sft" and recipe.sft else recipe.optimizer
-        self.policy = self._engine(shape, recipe.layout, model_dir, first if trains else None)
-        self._roles: dict[str, Engine | AdapterReference] = {"policy": self.policy}
+        self["policy"] = self.policy = self._engine(
+            shape, recipe.layout, model_dir, first if trains else None
+        )
         for role in roles_of(recipe) if command == "train" else ():
             self._rest(self._active)
-            self._roles[role] = self._made(role, shape, model_dir)
+            self[role] = self._made(role, shape, model_dir)
             self._active = role
         self.use("policy")
-
-    def __getitem__(self, role: str) -> Engine | AdapterReference:
-        return self._roles[role]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._roles)
-
-    def __len__(self) -> int:
-        return len(self._roles)
 
     def _made(self, role: str, shape: ModelShape, model_dir: Path) -> Engine | AdapterReference:
         recipe = self._recipe
@@ -93,7 +86,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     def use(self, role: str) -> Engine | AdapterReference:
         """Return the role's engine, its parameters on the device; the other roles leave it, as far as the recipe says. No collective."""
         self.bring(role, "params")
-        return self._roles[role]
+        return self[role]
 
     def whole(self, role: str) -> Engine | AdapterReference:
         """Return the role's engine as `use` does, with gradients and optimizer state, which may come while something else is computed."""
@@ -104,7 +97,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
     def bring(self, role: str, *kinds: str) -> int:
         """Bring these kinds of a role's training state to the device, as for `use`; bytes that came."""
         mine = self.behind(role)
-        for name in self._roles:
+        for name in self:
             if self.behind(name) is not mine:
                 self._rest(name)
         self._active = role
@@ -114,7 +107,7 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         """Bring back the policy's parameters and gradients; bytes. Its optimizer state comes beside what is computed next (`Engine.came`),
         or when it is used where roles take turns. So do other roles. No collective."""
         came = self.bring("policy", "params", "grads")
-        if all(self.behind(role) is self.policy for role in self._roles):
+        if all(self.behind(role) is self.policy for role in self):
             self.policy.begin_reload()
         return came
 
@@ -123,16 +116,16 @@ class Engines(Mapping[str, Engine | AdapterReference]):
         No collective."""
         if self.behind(self._active) is not self.policy:
             self.use("policy")
-        return sum(self._rest(role, kinds) for role in self._roles)
+        return sum(self._rest(role, kinds) for role in self)
 
     def behind(self, role: str) -> Engine:
         """Return the engine that a role computes with."""
-        engine = self._roles[role]
+        engine = self[role]
         return engine.engine if isinstance(engine, AdapterReference) else engine
 
     def _rest(self, role: str, kinds: Sequence[str] = tuple(KINDS)) -> int:
         engine = self.behind(role)
-        if isinstance(self._roles[role], AdapterReference):
+        if isinstance(self[role], AdapterReference):
             return 0
         kept = {"grads"} if role in self._due else set()
         if not engine.trains:
@@ -151,8 +144,8 @@ class Engines(Mapping[str, Engine | AdapterReference]):
             _copy(self.policy, engine)
             self.use(role)
         engine.start_optimizer(optimizer, total_steps)
-        if role == "policy" and "reference" in self._roles:
-            reference = self._roles["reference"]
+        if role == "policy" and "reference" in self:
+            reference = self["reference"]
             if isinstance(reference, AdapterReference):
                 reference.copy_weights_from(engine)
             else:
