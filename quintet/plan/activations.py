@@ -212,11 +212,11 @@ def _latent(sizes: _Sizes, mla: MlaShape) -> int:
     return kept + core - (sizes.t * 2 * q * sizes.w if up_again else 0)
 
 
-def _gated(sizes: _Sizes, rows: float, width: int, glu: Glu = SWIGLU, *, weighted: bool = False) -> int:
+def _gated(sizes: _Sizes, rows: int, width: int, glu: Glu = SWIGLU, *, weighted: bool = False) -> int:
     """Gate and up, and their product; of SwiGLU on a CPU silu's output too, and where it is weighted the product before
     that."""
     wide = 3 if sizes.on_gpu or glu != SWIGLU else 4 + weighted
-    return int(rows * (wide * width * sizes.w + (4 if weighted else 0)))
+    return rows * (wide * width * sizes.w + (4 if weighted else 0))
 
 
 def _dense(sizes: _Sizes) -> int:
@@ -236,10 +236,10 @@ def _experts(sizes: _Sizes, moe: MoeShape) -> int:
     if "moe" in sizes.recomputed:
         return kept
     rows, width = _expert_rows(sizes, moe), moe.ffn_hidden_size // sizes.setup.etp
-    kept += int(sizes.s * _routing(moe, sizes.setup.engine)) + int(rows * sizes.hidden * sizes.w)
-    kept += 8 * int(rows) if moe.biases else 0
+    kept += sizes.s * _routing(moe, sizes.setup.engine) + rows * sizes.hidden * sizes.w
+    kept += 8 * rows if moe.biases else 0
     if "moe_act" in sizes.recomputed:
-        kept += int(rows * (2 * width * sizes.w + 4))
+        kept += rows * (2 * width * sizes.w + 4)
     else:
         kept += _gated(sizes, rows, width, moe.glu, weighted=True)
     if moe.shared_ffn_hidden_size and "shared_experts" not in sizes.recomputed:
@@ -248,8 +248,8 @@ def _experts(sizes: _Sizes, moe: MoeShape) -> int:
 
 
 def _expert_rows(sizes: _Sizes, moe: MoeShape) -> int:
-    """Rows of a rank's experts: what the ranks of its expert group send, spread evenly but for `imbalance`."""
-    return int(sizes.s * moe.top_k * sizes.setup.etp * sizes.setup.imbalance)
+    """Rows of a rank's experts: what the ranks of its expert group send, spread evenly."""
+    return sizes.s * moe.top_k * sizes.setup.etp
 
 
 def _routing(moe: MoeShape, engine: schema.Engine) -> int:
