@@ -66,7 +66,7 @@ class Controller:
         if apart:  # with Ray's modules, which one rank in this process does without
             from quintet.controller.replicas import RolloutReplicas, check_room
 
-            check_room(cluster, recipe, command)
+            check_room(cluster, recipe)
         self.recipe, self._progress, self._rewards = recipe, progress, rewards
         self.workers: WorkerGroup = cluster.group(
             Policy,

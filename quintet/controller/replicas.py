@@ -33,11 +33,10 @@ RESTARTS_IN_A_ROW = 3
 """How often a rollout is made anew before it has generated anything; then the run ends."""
 
 
-def check_room(cluster: Cluster, recipe: schema.Recipe, command: str) -> None:
+def check_room(cluster: Cluster, recipe: schema.Recipe) -> None:
     """Raise a UserError, before anything starts, when the cluster cannot hold trainer and separate rollouts."""
-    rollout = recipe.rollout
-    if command != "sft" and rollout.placement == "separate" and rollout.ranks is not None:
-        wanted = {"cluster.ranks": recipe.cluster.ranks, "rollout.ranks": rollout.ranks}
+    if recipe.rollout.ranks is not None:  # which separate rollouts have
+        wanted = {"cluster.ranks": recipe.cluster.ranks, "rollout.ranks": recipe.rollout.ranks}
         cluster.check_devices(
             wanted, "or set rollout.placement=colocated, which shares the trainer's devices"
         )

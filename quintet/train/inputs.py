@@ -153,8 +153,7 @@ def _read_model(recipe: schema.Recipe, scratch: Path, resume: Resume | None, sta
             mtp_layers=new,
         )
         new = None
-    if model_dir is None:
-        raise UserError("model.path is not set: name a Hugging Face directory, or give model.build")
+    assert model_dir is not None, "the rule one_model wants one"
     notes = []
     if recipe.model.trust_remote_code:
         if starts:  # before it runs
