@@ -236,17 +236,13 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
     if details["type"] in ("value_error", "too_long", "string_too_long"):
         return f"{where}: {key} is {_shown(details['input'])}; {details['msg'].removeprefix('Value error, ')}"
     known = all_keys()
-    field_key = next((key for key in _prefixes(path) if key in known), None)
+    above = (".".join(path[:length]) for length in range(len(path), 0, -1))
+    field_key = next((key for key in above if key in known), None)
     by_override = field_key if field_key and where.startswith(_OVERRIDE) else ""
     wanted = f"expected {expected(known[field_key], by_override)}" if field_key else details["msg"]
     meant = VALUES.get(key, {}).get(str(details["input"]))
     here = f" ({details['input']} is {meant} here)" if meant else ""
     return f"{where}: {key} is {_shown(details['input'])}; {wanted}{here}"
-
-
-def _prefixes(path: KeyPath) -> Iterator[str]:
-    for length in range(len(path), 0, -1):
-        yield ".".join(path[:length])
 
 
 def _siblings(path: KeyPath) -> str:

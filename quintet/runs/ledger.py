@@ -18,7 +18,6 @@ from typing import Any
 
 from quintet.errors import UserError
 
-Number = float | int | None
 CLOCK_KEYS = (
     *("seconds/", "tokens_per_s", "memory/", "sync/seconds", "sync/proof_seconds"),
     "rollout/tail_idle_fraction",
