@@ -32,8 +32,8 @@ from quintet.controller.rollouts import Rollouts
 from quintet.controller.verbs import Policy
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
+from quintet.recipe.derived import roles_of
 from quintet.recipe.offload import KINDS
-from quintet.recipe.roles import roles_of
 
 if TYPE_CHECKING:  # they bring Ray
     from quintet.cluster.group import WorkerGroup

@@ -38,8 +38,8 @@ from quintet.models import ModelShape
 from quintet.observe.memory import combine_peaks
 from quintet.observe.progress import Progress
 from quintet.recipe import schema
+from quintet.recipe.derived import layout_of, roles_of
 from quintet.recipe.length import fitted
-from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.rewards.pool import RewardPool
 from quintet.rollout.base import Request, Sampling

@@ -22,9 +22,9 @@ from quintet.engine.weights.reshard import Resharder
 from quintet.models import ModelShape
 from quintet.models.weights_on_disk import VALUE_HEAD
 from quintet.recipe import schema
+from quintet.recipe.derived import critic_shape, layout_of, optimizer_of, roles_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import KINDS, shares_asked
-from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 
 
 class Engines(dict[str, Engine | AdapterReference]):

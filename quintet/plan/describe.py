@@ -23,11 +23,10 @@ from quintet.plan.memory import packed_bytes
 from quintet.plan.offload import Offload, with_shares
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.setup import Setup
-from quintet.recipe.derived import data_parallel, moe_layers_of
+from quintet.recipe.derived import data_parallel, layout_of, moe_layers_of, roles_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.megatron import EXPERT_KERNELS
 from quintet.recipe.recompute import recompute_modules
-from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command, shape_of
 from quintet.recipe.schema import Layout, Recipe

@@ -9,11 +9,10 @@ from dataclasses import replace
 from quintet.models import ModelShape
 from quintet.plan.memory import Memory, rank_memory
 from quintet.plan.setup import Place, Setup
-from quintet.recipe.derived import optimizers
+from quintet.recipe.derived import critic_shape, layout_of, optimizer_of, optimizers, roles_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import most_shares
 from quintet.recipe.recompute import without_products
-from quintet.recipe.roles import critic_shape, layout_of, optimizer_of, roles_of
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.rules.facts import written
 from quintet.recipe.schema import Optimizer, Recipe

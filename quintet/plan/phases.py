@@ -20,8 +20,8 @@ from quintet.plan.offload import leaves
 from quintet.plan.rollout import bytes_under_way, rollout_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
+from quintet.recipe.derived import roles_of
 from quintet.recipe.offload import KINDS, share_asked
-from quintet.recipe.roles import roles_of
 from quintet.recipe.rollout import placement_of
 
 PHASES = ("load", "generate", "logprob", "train", "sync", "save")

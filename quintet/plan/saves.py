@@ -7,9 +7,8 @@ from typing import Literal
 from quintet.models import ModelShape, table_of
 from quintet.models.lora import adapter_parameters
 from quintet.recipe import schema
-from quintet.recipe.derived import optimizers
+from quintet.recipe.derived import critic_shape, optimizers, roles_of
 from quintet.recipe.lora import lora_shape
-from quintet.recipe.roles import critic_shape, roles_of
 
 Type = Literal["fp32", "bf16"]
 

@@ -29,7 +29,7 @@ from quintet.plan.phases import ranks_of_node
 from quintet.plan.rollout import rollout_bytes, token_bytes
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
-from quintet.recipe.roles import critic_shape, roles_of
+from quintet.recipe.derived import critic_shape, roles_of
 from quintet.recipe.rollout import RolloutPlacement, placement_of
 
 PEAK_SHARE = 0.53

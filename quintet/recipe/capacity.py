@@ -7,7 +7,7 @@ from functools import partial
 
 from quintet.packing.align import alignment_of
 from quintet.packing.dynamic import smallest_fits
-from quintet.recipe.roles import layout_of
+from quintet.recipe.derived import layout_of
 from quintet.recipe.schema import Layout, Recipe
 
 

@@ -16,8 +16,8 @@ from quintet.controller.messages import RouteUse
 from quintet.controller.objective import Objective, ValueObjective, policy_objective, value_objective
 from quintet.controller.roles import Role
 from quintet.controller.samples import Samples
+from quintet.recipe.derived import optimizer_of
 from quintet.recipe.length import critic_warmup
-from quintet.recipe.roles import optimizer_of
 from quintet.recipe.schema import Optimizer, Recipe
 from quintet.train.source import Source
 

@@ -33,9 +33,8 @@ from quintet.models import ModelShape, check_weights, read_end_ids, trained_shap
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
-from quintet.recipe.derived import on_device
+from quintet.recipe.derived import on_device, roles_of
 from quintet.recipe.mtp import is_made, with_mtp
-from quintet.recipe.roles import roles_of
 from quintet.recipe.rules import broken_rules
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.told import told

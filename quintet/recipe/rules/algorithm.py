@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from quintet.errors import UserError
 from quintet.models import trained_shape
-from quintet.recipe.derived import data_parallel
+from quintet.recipe.derived import data_parallel, layout_of, roles_of
 from quintet.recipe.problem import Problem
-from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
 from quintet.recipe.rules.facts import RULES, Facts, rule
 from quintet.recipe.schema import Critic, Reference

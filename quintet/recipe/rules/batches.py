@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.recipe.capacity import overflow
-from quintet.recipe.derived import optimizers
+from quintet.recipe.derived import optimizers, roles_of
 from quintet.recipe.problem import Problem
-from quintet.recipe.roles import roles_of
 from quintet.recipe.rules.facts import Facts, multiples, rule
 
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight, table_of
 from quintet.models.lora import adapter_weights
-from quintet.recipe.derived import optimizers
+from quintet.recipe.derived import optimizer_of, optimizers
 from quintet.recipe.problem import Problem
-from quintet.recipe.roles import optimizer_of
 from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Optimizer
 from quintet.recipe.weight_patterns import check_frozen, check_lr_multipliers, is_frozen

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from quintet.recipe.derived import optimizers
+from quintet.recipe.derived import layout_of, optimizers, roles_of
 from quintet.recipe.problem import Problem
-from quintet.recipe.roles import layout_of, roles_of
 from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Optimizer, Recipe
