@@ -27,7 +27,7 @@ from quintet.controller.finished_groups import FinishedGroups
 from quintet.controller.messages import SampleInfo, TrainedTokens
 from quintet.controller.progress_bar import watched
 from quintet.controller.roles import Phase, PolicyRole, Role
-from quintet.controller.rollouts import InProcessRolloutGroup, Rollouts
+from quintet.controller.rollouts import Call, InProcessRolloutGroup, Rollouts
 from quintet.controller.samples import Kept, Samples
 from quintet.controller.scatter import Scatterer
 from quintet.controller.verbs import Policy, Rollout
@@ -168,7 +168,7 @@ class Controller:
             while owed:
                 self.handover.ready()
                 began |= dict.fromkeys(owed, time.perf_counter())
-                done = self.rollouts.generate(owed, sampling, call, forget, looked_at, heard)
+                done = self.rollouts.generate(Call(owed, sampling, call, forget, looked_at, heard))
                 owed = {n: share for n, share in owed.items() if n not in done}
         del self._dropped[: len(forget)]
         if scored:

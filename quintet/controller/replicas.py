@@ -17,7 +17,7 @@ from quintet.cluster.cluster import Cluster
 from quintet.cluster.dispatch import megatron_compute
 from quintet.cluster.group import WorkerGroup
 from quintet.cluster.process_probe import Location
-from quintet.controller.rollouts import Generating, Heard, Rollouts
+from quintet.controller.rollouts import Call, Generating, Rollouts
 from quintet.controller.sample_store import Place
 from quintet.controller.verbs import Backend, Policy, Rollout, RolloutProcess
 from quintet.controller.weight_check import Proof
@@ -25,7 +25,6 @@ from quintet.controller.weight_sync import WeightSync
 from quintet.errors import QuintetError, Stopped, SyncFailure, UserError, WorkerFailure
 from quintet.recipe import schema
 from quintet.recipe.rollout import placement_of
-from quintet.rollout.base import Request, Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -180,33 +179,27 @@ class RolloutReplicas(Rollouts):
 
     # generation
 
-    def generate(
-        self,
-        shares: Mapping[int, list[Request]],
-        sampling: Sampling,
-        call: str,
-        forget: list[str],
-        watch: Callable[[], None],
-        heard: Heard,
-    ) -> list[int]:
+    def generate(self, call: Call) -> list[int]:
         """Generate: see `Rollouts.generate`. Rollouts that die meanwhile are missing afterwards."""
-        for old in forget:
+        for old in call.forget:
             self._kept.pop(old, None)
         calls: dict[int, PendingCall[Any]] = {}
         with self._speaking:
             self._under_way = []
-            for number, requests in shares.items():
+            for number, requests in call.shares.items():
                 group = self._there(number)
                 generate = group.stream(Rollout.generate, megatron_compute, phase="generate")
-                pending = generate.submit([requests], sampling=sampling, call=call, forget=forget)
-                pending.heard = lambda rank, told, number=number: heard(number, *told)  # type: ignore[misc]
+                pending = generate.submit(
+                    [requests], sampling=call.sampling, call=call.name, forget=call.forget
+                )
+                pending.heard = lambda rank, told, number=number: call.heard(number, *told)  # type: ignore[misc]
                 calls[number] = pending
                 owners = megatron_compute.owners(group.coords())
-                self._under_way.append(Generating(group, pending, call, owners))
-        made = self.collect_survivors(calls, watch=watch)
+                self._under_way.append(Generating(group, pending, call.name, owners))
+        made = self.collect_survivors(calls, watch=call.watch)
         self._under_way = []
         for number, ((_, spare),) in made.items():
-            self._kept.setdefault(call, {})[number] = self._there(number), spare
+            self._kept.setdefault(call.name, {})[number] = self._there(number), spare
             self._restarts[number] = 0
         return list(made)
 

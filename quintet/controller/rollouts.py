@@ -29,6 +29,18 @@ Heard = Callable[[int, int, list[SampleInfo]], None]
 """Told of a group that is finished: the rollout, its place in that one's share, and its samples."""
 
 
+class Call(NamedTuple):
+    """A call of `generate`, as rollouts are asked. shares: by rollout its requests. name: under which samples are kept, those of `forget`
+    no longer. watch: called while they are waited for; heard: told of each group as it finishes."""
+
+    shares: Mapping[int, list[Request]]
+    sampling: Sampling
+    name: str
+    forget: list[str]
+    watch: Callable[[], None]
+    heard: Heard
+
+
 class Generating(NamedTuple):
     """A call of `generate` on its way. owners: ranks that tell what comes of it, and listen beside it."""
 
@@ -63,17 +75,8 @@ class Rollouts(ABC):
     # generation
 
     @abstractmethod
-    def generate(
-        self,
-        shares: Mapping[int, list[Request]],
-        sampling: Sampling,
-        call: str,
-        forget: list[str],
-        watch: Callable[[], None],
-        heard: Heard,
-    ) -> list[int]:
-        """Generate each rollout's share of the requests: `heard` is told of each group as it finishes. Returns the rollouts that did;
-        one that died meanwhile, where it may, did not. The samples are kept under the name `call`, those of `forget` no longer."""
+    def generate(self, call: Call) -> list[int]:
+        """Generate each rollout's share of the requests. Returns the rollouts that did; one that died meanwhile, where it may, did not."""
 
     def posted(self) -> int:
         """Return how many sequences are finished in the call under way."""
@@ -194,25 +197,16 @@ class InProcessRolloutGroup(Rollouts):
 
         return asked
 
-    def generate(
-        self,
-        shares: Mapping[int, list[Request]],
-        sampling: Sampling,
-        call: str,
-        forget: list[str],
-        watch: Callable[[], None],
-        heard: Heard,
-    ) -> list[int]:
+    def generate(self, call: Call) -> list[int]:
         generate = self._workers.stream(Rollout.generate, phase="generate")
         with self._speaking:
-            pending = generate.submit(
-                [shares[c["dp"]] for c in self._coords], sampling=sampling, call=call, forget=forget
-            )
-            self._under_way = [Generating(self._workers, pending, call, self._owners)]
-        pending.heard = lambda rank, group: heard(self._coords[rank]["dp"], *group)
-        pending.result(watch)
+            shares = [call.shares[c["dp"]] for c in self._coords]
+            pending = generate.submit(shares, sampling=call.sampling, call=call.name, forget=call.forget)
+            self._under_way = [Generating(self._workers, pending, call.name, self._owners)]
+        pending.heard = lambda rank, group: call.heard(self._coords[rank]["dp"], *group)
+        pending.result(call.watch)
         self._under_way = []
-        return list(shares)
+        return list(call.shares)
 
     def slice_samples(
         self, chosen: list[list[list[Place]]], layers: list[list[int] | None]

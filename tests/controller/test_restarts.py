@@ -11,6 +11,7 @@ import pytest
 from quintet.cluster.verbs import Asked
 from quintet.controller import replicas as module
 from quintet.controller.replicas import RESTARTS_IN_A_ROW, RolloutReplicas
+from quintet.controller.rollouts import Call
 from quintet.controller.verbs import Backend
 from quintet.errors import QuintetError, RayFailure, UserError, WorkerFailure
 from quintet.recipe.schema import Cluster, Recipe, RolloutLayout
@@ -54,7 +55,8 @@ def test_a_copy_is_made_anew_so_often_in_a_row(monkeypatch: pytest.MonkeyPatch) 
 
     def generate() -> Any:
         one.groups = [Group(), Group()]
-        return one.generate({0: [], 1: []}, None, "call", [], lambda: None, lambda *told: None)
+        sampling: Any = None
+        return one.generate(Call({0: [], 1: []}, sampling, "call", [], lambda: None, lambda *told: None))
 
     answers += [lost] * RESTARTS_IN_A_ROW
     for number in range(1, RESTARTS_IN_A_ROW + 1):

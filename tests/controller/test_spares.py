@@ -7,6 +7,7 @@ from typing import Any
 
 from quintet.cluster.verbs import Asked
 from quintet.controller.replicas import RolloutReplicas
+from quintet.controller.rollouts import Call
 from tests.cluster.asked import AskedRanks, Named
 
 
@@ -46,8 +47,9 @@ def test_a_copy_made_anew_is_not_asked_for_what_another_generated() -> None:
 
     replicas.collect_survivors = collect_survivors
     replicas._policy, replicas._speaking = Policy(), threading.Lock()
-    replicas.generate({0: [], 1: []}, None, "a", [], lambda: None, _nobody)
-    replicas.generate({0: [], 1: []}, None, "b", ["a"], lambda: None, _nobody)
+    sampling: Any = None
+    replicas.generate(Call({0: [], 1: []}, sampling, "a", [], lambda: None, _nobody))
+    replicas.generate(Call({0: [], 1: []}, sampling, "b", ["a"], lambda: None, _nobody))
     assert replicas._kept.keys() == {"b"}
     wanted = [[[("b", 0)]], [[("b", 1)]]]
     assert replicas.slice_samples(wanted, [None]) == [["first"], ["second"]]
