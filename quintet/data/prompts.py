@@ -115,7 +115,7 @@ def load_prompts(
     Raises:
         UserError: names the file, the line and what was expected. What the recipe's rules refuse is not looked at here.
     """
-    if data.chat and tokenizer.chat_template is None:
+    if data.chat and tokenizer.chat_template is None and not _renders_itself(tokenizer):
         raise UserError(
             "data.chat is true, but the tokenizer has no chat template; "
             "set model.chat_template, or data.chat=false to feed prompts as they are"

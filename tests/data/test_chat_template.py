@@ -138,6 +138,8 @@ def test_a_tokenizers_own_way_of_rendering_is_taken(directory: Path, tmp_path: P
 
     tokenizer.__class__ = Own
     assert prompts_with(tokenizer, tmp_path)[0].text == "[a]"
+    tokenizer.chat_template = None  # as of models whose code writes conversations
+    assert prompts_with(tokenizer, tmp_path)[0].text == "[a]"
     Own.apply_chat_template = lambda self, conversation, **_: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the tokenizer's own code cannot render"):
         prompts_with(tokenizer, tmp_path)

@@ -140,5 +140,11 @@ def test_a_gpt_oss_is_taken_where_it_is_the_one_that_vllm_knows(load, refuse, mo
     assert "swiglu_limit=7, rms_norm_eps=1e-5 and a window in every second layer" in said
 
 
+def test_experts_of_one_tensor_are_not_quantised(refuse, model) -> None:
+    whole = {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    said = refuse(V, "rollout.quantization=fp8", *model(GPT_OSS | whole | {"intermediate_size": 128}))
+    assert "gpt_oss has all experts of a layer in one tensor" in said
+
+
 def test_a_deepseek_v3_that_names_its_routing_is_taken(load, model) -> None:
     load(V, *model(DEEPSEEK_V3 | {"topk_method": "noaux_tc"}))

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quintet.errors import UserError
 from quintet.models import ModelShape, table_of
 from quintet.models.fp8_blocks import BLOCK as BLOCK
 from quintet.models.fp8_blocks import SCALE as SCALE
@@ -27,17 +26,8 @@ CHUNK_BLOCKS = 1024
 
 
 def quantized_names(shape: ModelShape) -> set[str]:
-    """Return the tensors of a model that are quantized: the linear layers of attention, feed-forward parts and experts.
-
-    Raises UserError for a model whose experts are one tensor a layer, for which there is no such format.
-    """
-    weights = table_of(shape)
-    if any(one.stack is not None for one in weights):
-        raise UserError(
-            f"rollout.quantization=fp8: {shape.family} has all experts of a layer in one tensor, of which no format with "
-            "scales of 128 × 128 blocks is known; remove it"
-        )
-    return {f"{part.name}.weight" for linear in linears(weights) for part in linear.parts}
+    """Return the tensors of a model that are quantized: the linear layers of attention, feed-forward parts and experts."""
+    return {f"{part.name}.weight" for linear in linears(table_of(shape)) for part in linear.parts}
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.models import ModelShape
+from quintet.models import ModelShape, table_of
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.problem import Problem
 from quintet.recipe.rollout import placement_of
@@ -108,6 +108,13 @@ def rollouts_hold_whole_blocks(facts: Facts) -> Iterator[Problem]:
     starts (0.20.2, 0.32.0)."""
     rollout, shape = facts.recipe.rollout, facts.shape
     if (rollout.backend, rollout.quantization) != ("vllm", "fp8") or shape is None or facts.command == "sft":
+        return
+    if any(one.stack is not None for one in table_of(shape)):
+        yield Problem(
+            f"rollout.quantization=fp8: {shape.family} has all experts of a layer in one tensor, of which no format with scales of 128 × 128 "
+            "blocks is known; set rollout.quantization=null",
+            "rollout.quantization",
+        )
         return
     layout, block = placement_of(facts.recipe).layout, MULTIPLE["blockwise"]
     alone = dict(_widths(shape, RolloutLayout()))
