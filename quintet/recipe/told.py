@@ -20,8 +20,8 @@ _READ_BY = {
 
 
 def told(recipe: Recipe, command: str) -> Iterator[str]:
-    """Yield what follows from the name of the algorithm, from the length of the run, and from a model that nothing has trained, and which model
-    runner vLLM takes."""
+    """Yield what follows from the name of the algorithm, from the length of the run, and from a model that nothing has trained, which model
+    runner vLLM takes, and how long it compiles."""
     if command == "train":
         yield _algorithm(recipe.algorithm)
     if command in ("generate", "eval") and recipe.model.build is not None:
@@ -31,6 +31,11 @@ def told(recipe: Recipe, command: str) -> Iterator[str]:
         )
     if command != "sft" and recipe.rollout.backend == "vllm" and recipe.cluster.device != "cpu":
         yield f"{runner_taken(recipe, runner_asked(recipe))[1]}."
+        if recipe.rollout.quantization == "fp8":
+            yield (
+                "vLLM in 8 bits: its first start on a machine compiles kernels, which took 5 minutes on an H200, and keeps them in "
+                "~/.cache/vllm (VLLM_CACHE_ROOT)."
+            )
     yield from shortened(recipe, command)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quintet.recipe.schema import Recipe
+from quintet.recipe.told import told
 from quintet.recipe.vllm import (
     MOST_DRAFTED,
     RUNNER,
@@ -138,6 +139,15 @@ def test_a_gpt_oss_is_taken_where_it_is_the_one_that_vllm_knows(load, refuse, mo
     load(V, *model(sound))
     said = refuse(V, *model(sound | other))
     assert "swiglu_limit=7, rms_norm_eps=1e-5 and a window in every second layer" in said
+
+
+def test_a_first_start_in_eight_bits_is_told_to_be_long() -> None:
+    def long(**rollout: Any) -> bool:
+        return any("compiles kernels" in line for line in told(recipe_of(**rollout), "train"))
+
+    assert long(quantization="fp8")
+    assert not long()
+    assert not long(device="cpu", quantization="fp8")
 
 
 def test_experts_of_one_tensor_are_not_quantised(refuse, model) -> None:
