@@ -100,19 +100,22 @@ class RankActor:
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, num_returns: int = 1
     ) -> Any:
         """Run a method of the worker, or of a part of it ("part.method"), with every object reference within its arguments resolved."""
-        others: Sequence[Any] = ()
-        outcome: tuple[Failure | None, Any]
         try:
             args, kwargs = resolve((args, kwargs))
             with self._worker.at_work(phase):
                 value = attrgetter(method)(self._worker)(*args, **kwargs)
-            first, *others = (value,) if num_returns == 1 else value
-            outcome = None, first
+            if num_returns == 1:
+                return None, value
+            if not isinstance(value, tuple) or len(value) != num_returns:
+                raise TypeError(
+                    f"{method} must return a tuple of {num_returns} (num_returns), got {value!r:.80}"
+                )
+            return (None, value[0]), *value[1:]
         except BaseException as error:
-            outcome, others = (self._failure(error), None), [None] * (num_returns - 1)
+            outcome = (self._failure(error), None)
+            return outcome if num_returns == 1 else (outcome, *[None] * (num_returns - 1))
         finally:
             sys.stdout.flush()
-        return outcome if num_returns == 1 else (outcome, *others)
 
     def stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str) -> Iterator[Any]:
         """Run a method that is a generator: what it yields goes to the controller as it comes. Then come, in a list, the
