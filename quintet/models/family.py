@@ -101,9 +101,8 @@ def register(cls: _Class) -> _Class:
     """
     _load_builtin()
     _check(cls)
-    for known in _FAMILIES.values():
-        if _title(type(known)) == _title(cls):
-            continue
+    others = {name: one for name, one in _FAMILIES.items() if _title(type(one)) != _title(cls)}
+    for known in others.values():
         if known.name == cls.name:
             raise UserError(f"{_title(cls)}: its name {cls.name!r} is that of {_title(type(known))}")
         for architecture in set(known.architectures) & set(cls.architectures):
@@ -111,7 +110,8 @@ def register(cls: _Class) -> _Class:
                 f"{_title(cls)}: {architecture} is an architecture of {_title(type(known))} already; "
                 "a checkpoint's config.json must say which family it is of"
             )
-    _FAMILIES[cls.name] = cls()
+    _FAMILIES.clear()
+    _FAMILIES.update(others | {cls.name: cls()})
     return cls
 
 

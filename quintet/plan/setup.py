@@ -16,8 +16,8 @@ class Setup:
 
     optimizer: None for a model that is only evaluated. backend: of layers, as it was chosen. trained_tokens: tokens of
     a micro-batch on one rank whose log-prob is wanted; None is all of them. microbatches: of a dp rank in a mini-batch;
-    None is as many as the pipeline can have in flight. lora: the adapters that are trained instead of the model. mtp: how layers for multi-token prediction are trained, of which the shape
-    says how many there are.
+    None is as many as the pipeline can have in flight. lora: the adapters that are trained instead of the model. mtp: how
+    layers for multi-token prediction are trained, of which the shape says how many there are.
     """
 
     shape: ModelShape

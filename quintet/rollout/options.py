@@ -17,9 +17,7 @@ def check_options(
     decided: what quintet decides, and by what. file, cls: where in the package of that name its options are declared; `fields` says
     whose they are.
     """
-    key, known = f"rollout.{backend}", (declared_fields(backend, file, cls) if options else None) or ()
-    for problem in (
-        *decided_options(key, options, decided),
-        *unknown_options(key, options, decided, known, fields),
-    ):
+    key, known = f"rollout.{backend}", declared_fields(backend, file, cls) if options else None
+    unknown = () if known is None else unknown_options(key, options, decided, known, fields)
+    for problem in (*decided_options(key, options, decided), *unknown):
         raise UserError(problem.message)

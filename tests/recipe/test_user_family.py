@@ -168,3 +168,6 @@ def test_a_file_that_is_loaded_again_answers_to_what_it_says_now() -> None:
     assert family_of({"architectures": ["LatterForCausalLM"]}).name == "mine"
     with pytest.raises(UserError, match="FormerForCausalLM is not supported"):
         family_of({"architectures": ["FormerForCausalLM"]})
+    for name in ("other", "mine"):
+        register(type("Mine", (Llama,), {"name": name, "architectures": ("LatterForCausalLM",)}))
+        assert family_of({"architectures": ["LatterForCausalLM"]}).name == name
