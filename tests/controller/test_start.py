@@ -18,6 +18,7 @@ from quintet.cluster.group import WorkerGroup
 from quintet.cluster.progress import KEY_VARIABLE
 from quintet.cluster.worker import Place
 from quintet.controller import replicas
+from quintet.controller.rollouts import Call
 from quintet.errors import Stopped, UserError
 from quintet.recipe.schema import Cluster as ClusterSettings
 from quintet.recipe.schema import Recipe, Rollout
@@ -84,7 +85,8 @@ def test_one_that_dies_before_it_is_first_asked_to_generate_is_missing(
     group = made.groups[1]
     assert group is not None
     psutil.Process(int(group.locations[0].pid)).kill()
-    assert made.generate({1: []}, Sampling(), "call", [], lambda: None, lambda *group: None) == []
+    call = Call({1: []}, Sampling(), "call", [], lambda: None, lambda *group: None)
+    assert made.generate(call) == []
     assert [one is None for one in made.groups] == [False, True]
     made.groups[0].close()  # type: ignore[union-attr]
 
