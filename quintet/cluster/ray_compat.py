@@ -5,7 +5,8 @@ three Python processes, half of the start-up's processor time on a laptop, and n
 Written for and tested with ray 2.60. Adaptations, and what fails without them (tests/cluster/test_cluster.py):
 
 - `_LeanNode`: no dashboard, monitor and log monitor processes (`test_only_needed_processes_run`); and more than the 30 s
-  that Ray gives its own raylet to come up, which a busy machine exceeds (`test_ray_is_waited_for_on_a_busy_machine`).
+  that Ray gives its own raylet to come up, which a busy machine exceeds (`test_ray_is_waited_for_on_a_busy_machine`). Its agents get ports:
+  where they choose them, the raylet waits 15 s to be told, and then ends (`test_slow_agents_are_waited_for`).
 - `listen_error_messages` replaced: no "(raylet) A worker died" on the console beside our own message, which says
   more (`test_ctrl_c_...` and the failure tests read a quiet console).
 - `signals_pass`: a wait of Ray's makes a SystemError of what a signal's handler raises, but for Ctrl-C's
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,12 +48,14 @@ from quintet.errors import RayFailure, UserError
 
 # Read by Ray when it is imported or started. RAY_ENABLE_UV_RUN_RUNTIME_ENV keeps `uv run` from packing up the working directory
 # and building an environment anew for every worker; with RAY_ENABLE_AUTO_CONNECT=0 a thread that asks Ray something after its end
-# gets an error, and no new Ray; without reports of tasks, which nothing reads, the end does not wait 5 s for a dead GCS to take them.
+# gets an error, and no new Ray; without reports of tasks, which nothing reads, the end does not wait 5 s for a dead GCS to take them;
+# a raylet waits 30 s for its agents and then ends.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
 
 import psutil
 import ray
@@ -59,6 +64,7 @@ import ray._private.services
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
+import ray._raylet
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
@@ -78,6 +84,14 @@ LOG_TAIL_LINES = 10
 _COMPLAINT = re.compile(r"\[\S+ \S+ [WEFC] |\*\*\* ")
 """How lines of Ray's logs begin that say what is wrong, rather than how it is doing."""
 OBJECT_STORE_BYTES_WITHOUT_GPU = 512 * 2**20
+_AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+_CHOSEN_PORTS = (20_000, 32_000)
+"""Below those that Linux gives to connections."""
 
 
 class _LeanNode(ray._private.node.Node):
@@ -90,12 +104,19 @@ class _LeanNode(ray._private.node.Node):
         if begun is not None:
             begun(self)
         ray_params.update(no_monitor=True, include_log_monitor=False)
+        ray_params.update(**dict(zip(_AGENT_PORTS, _free_ports(len(_AGENT_PORTS)), strict=True)))
         super().__init__(ray_params, **kwargs)
 
     def start_api_server(self, **_: Any) -> None:
         pass
 
+    def tell_raylet(self) -> None:
+        """Tell the one port of an agent's that the raylet's command line does not have, as the agent would."""
+        listens, name = self.dashboard_agent_listen_port, ray._raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME
+        ray._raylet.persist_port(self.get_session_dir_path(), self._node_id, name, listens)
+
     def start_ray_processes(self) -> None:
+        self.tell_raylet()
         super().start_ray_processes()
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and not self.dead_processes():
@@ -103,6 +124,18 @@ class _LeanNode(ray._private.node.Node):
                 ray._private.services.get_node(self.gcs_address, self._node_id)
                 return
             time.sleep(0.05)
+        raise RuntimeError("Its raylet did not come up.")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on, of those that a system gives out to nobody who does not ask for them."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(*_CHOSEN_PORTS)
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 class _Job(JobConfig):

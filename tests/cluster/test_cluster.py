@@ -93,10 +93,31 @@ def test_ray_is_waited_for_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, di
     monkeypatch.setattr(ray._private.node.Node, "gcs_address", "here", raising=False)
     monkeypatch.setattr(ray._private.node.Node, "dead_processes", lambda self: [1] * (dies and len(asked)))
     monkeypatch.setattr(ray._private.services, "get_node", get_node)
+    monkeypatch.setattr(ray_compat._LeanNode, "tell_raylet", lambda self: None)
     node = object.__new__(ray_compat._LeanNode)
     node._node_id = "mine"
-    node.start_ray_processes()
+    if dies:
+        with pytest.raises(RuntimeError, match="raylet did not come up"):
+            node.start_ray_processes()
+    else:
+        node.start_ray_processes()
     assert asked == ["mine"] * (1 if dies else 4)
+
+
+def test_slow_agents_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine Ray's agents take longer to start than its raylet waits to be told the ports that they have chosen."""
+    agents, much = "dashboard/agent.py", 1000
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys, time\nif any({agents!r} in word for word in sys.orig_argv): time.sleep({much})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    controller = start_controller()
+    assert controller.stdout is not None
+    first = controller.stdout.readline()
+    controller.send_signal(signal.SIGINT)
+    assert first == "calling\n", controller.communicate()[1]
+    controller.communicate(timeout=60 * BUSY)
+    assert session_members(controller.pid) == []
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
