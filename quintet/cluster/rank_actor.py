@@ -169,7 +169,7 @@ def resolve(value: Any) -> Any:
     All are fetched in one `ray.get`, straight from the node that has them; the controller never sees them.
     """
     refs: list[ray.ObjectRef[Any]] = []
-    _with_refs(value, refs.append)
+    _with_refs(value, refs.append)  # what it makes is of no use: it is there to find them
     if not refs:
         return value
     return _with_refs(value, dict(zip(refs, ray.get(refs), strict=True)).__getitem__)
