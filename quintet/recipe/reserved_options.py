@@ -36,19 +36,24 @@ def unknown_options(
             yield Problem(f"{key}.{name}: {fields} have no such field; {told}")
 
 
-def unknown_here(
-    recipe: Recipe, backend: str, title: str, file: str, cls: str, decided: Collection[str]
-) -> Iterator[Problem]:
+DECLARED_IN = {
+    "vllm": ("engine/arg_utils.py", "EngineArgs"),
+    "sglang": ("srt/server_args.py", "ServerArgs"),
+}
+"""By back end, the file of the package of that name, and the class, whose fields are its options."""
+
+
+def unknown_here(recipe: Recipe, backend: str, title: str, decided: Collection[str]) -> Iterator[Problem]:
     """Yield `unknown_options` of a recipe that generates with `backend`, by what is installed here, where ranks run here.
 
-    title: what messages call it; file, cls: where in its package its options are declared.
+    title: what messages call it.
     """
     options, here = getattr(recipe.rollout, backend), recipe.cluster.address is None
     if recipe.rollout.backend != backend or not options or not here:
         return
-    known = declared_fields(backend, file, cls)
+    known = declared_fields(backend, *DECLARED_IN[backend])
     if known is not None:
-        fields = f"the {cls} of the {title} that is installed here"
+        fields = f"the {DECLARED_IN[backend][1]} of the {title} that is installed here"
         yield from unknown_options(f"rollout.{backend}", options, decided, known, fields)
 
 

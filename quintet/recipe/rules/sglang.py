@@ -32,4 +32,4 @@ def sglang_can_do_it(facts: Facts) -> Iterator[Problem]:
 @rule
 def sglang_knows_its_options(facts: Facts) -> Iterator[Problem]:
     """Options that are handed through are those of the SGLang that is installed here, where ranks run here."""
-    return unknown_here(facts.recipe, "sglang", "SGLang", "srt/server_args.py", "ServerArgs", DECIDED)
+    return unknown_here(facts.recipe, "sglang", "SGLang", DECIDED)

@@ -64,4 +64,4 @@ def vllm_reads_a_bias_of_experts(facts: Facts) -> Iterator[Problem]:
 @rule
 def vllm_knows_its_options(facts: Facts) -> Iterator[Problem]:
     """Options that are handed through are those of the vLLM that is installed here, where ranks run here."""
-    return unknown_here(facts.recipe, "vllm", "vLLM", "engine/arg_utils.py", "EngineArgs", DECIDED)
+    return unknown_here(facts.recipe, "vllm", "vLLM", DECIDED)

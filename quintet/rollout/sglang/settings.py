@@ -55,5 +55,5 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, free: float) -> dic
         "log_level": "warning",
     }
     names = f"the ServerArgs of sglang {', '.join(compat.SUPPORTED)}"
-    check_options("sglang", rollout.sglang, DECIDED, "srt/server_args.py", "ServerArgs", names)
+    check_options("sglang", rollout.sglang, DECIDED, names)
     return arguments | rollout.sglang

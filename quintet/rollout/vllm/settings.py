@@ -67,7 +67,7 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
             # FlashInfer's kernels, which vLLM 0.20.2 may choose, leave experts' biases out.
             arguments["moe_backend"] = "triton"
     names = f"the EngineArgs of vLLM {compat.require()}"
-    check_options("vllm", rollout.vllm, DECIDED, "engine/arg_utils.py", "EngineArgs", names)
+    check_options("vllm", rollout.vllm, DECIDED, names)
     arguments |= rollout.vllm
     if placement_of(recipe).adapters_separate:
         lora = lora_shape(recipe, shape)
