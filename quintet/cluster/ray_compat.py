@@ -49,7 +49,7 @@ from quintet.errors import RayFailure, UserError
 # Read by Ray when it is imported or started. RAY_ENABLE_UV_RUN_RUNTIME_ENV keeps `uv run` from packing up the working directory
 # and building an environment anew for every worker; with RAY_ENABLE_AUTO_CONNECT=0 a thread that asks Ray something after its end
 # gets an error, and no new Ray; without reports of tasks, which nothing reads, the end does not wait 5 s for a dead GCS to take them;
-# a raylet waits 30 s for its agents and then ends.
+# and a raylet gives its agents more than 30 s to answer before it ends.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -103,8 +103,8 @@ class _LeanNode(ray._private.node.Node):
         self.all_processes: dict[str, Any] = {}
         if begun is not None:
             begun(self)
-        ray_params.update(no_monitor=True, include_log_monitor=False)
-        ray_params.update(**dict(zip(_AGENT_PORTS, _free_ports(len(_AGENT_PORTS)), strict=True)))
+        ports = zip(_AGENT_PORTS, _free_ports(len(_AGENT_PORTS)), strict=True)
+        ray_params.update(no_monitor=True, include_log_monitor=False, **dict(ports))
         super().__init__(ray_params, **kwargs)
 
     def start_api_server(self, **_: Any) -> None:
