@@ -57,7 +57,8 @@ class Offloader:
     def offload(
         self, *, params: float = 0.0, grads: float = 0.0, optimizer: float = 0.0, forget: bool = False
     ) -> int:
-        """Free this share of the bytes of each kind on the device (whole tensors, the last one cut); return the bytes that left.
+        """Free this share of the bytes of each kind on the device (whole tensors, the last one cut); return the bytes that left,
+        gradients not counted: no copy of them is made.
 
         What is away already stays as it is. Gradients are lost; with `forget` all is, and comes back undefined. No
         collective.
@@ -79,11 +80,11 @@ class Offloader:
         self._away |= {kind: moved for kind, moved in leaving.items() if moved}
         if leaving and torch.cuda.is_available():
             torch.cuda.empty_cache()  # other processes on this GPU see what was freed
-        return sum(one.nbytes - one.kept for moved in leaving.values() for one in moved)
+        return sum(one.nbytes - one.kept for kind in leaving if kind != "grads" for one in leaving[kind])
 
     def reload(self, *kinds: str) -> int:
-        """Bring these kinds back, all unless some are named, and return the bytes that came; gradients are zero. Harmless when nothing is
-        away. No collective."""
+        """Bring these kinds back, all unless some are named, and return the bytes that came; gradients are zero, and not counted. Harmless
+        when nothing is away. No collective."""
         began = self.begin_reload(*kinds)
         for kind in kinds or KINDS:
             self.came(kind)
@@ -96,12 +97,12 @@ class Offloader:
             back = self._away.get(kind, [])
             for one in back:
                 one.storage.resize_(one.nbytes)
-                came += one.nbytes - one.kept
             self._away.pop(kind, None)  # now: memory may have run out before
             if kind == "grads":
                 for one in back:
                     _bytes(one.storage, 0, one.nbytes).zero_()
             elif back:
+                came += sum(one.nbytes - one.kept for one in back)
                 self._coming[kind] = CopyAside(pair for one in back for pair in _pairs(one))
                 self._host[kind].used = 0
         return came
