@@ -32,17 +32,23 @@ no record. This page is made by `python tools/benchmark_page.py`.
   where it is not.
 - Weights are random but of a published model's shape where a case is named after one. `make test-gpu` holds a machine to ratios or values, within 8%.
 """
-LIMITS = {
+LIMITS: dict[str, str | dict[str, str]] = {
     "checkpoint": "the disk, whose own rate stands first in the table and as the baseline of what is written and read; `async_save` is cut "
     "to what the host must copy before the next step.",
     "dynamic_cp": "two and four ranks lose little by sharing every row (`ceiling`), over NVLink or through the host, and what is left to gain is little; with "
     "experts, and without them on the hosts of two tables, launches: a micro-batch took 0.15 to 0.19 s there whatever was in it (`fixed`). A `step` is "
     "as long as its generation. `plans` is no speed: how far random plans are from whole blocks.",
-    "engine": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels "
-    "that move memory and compute little, and the host's launches share the rest, and no record tells them apart. Qwen3-8B in rows of 16k fits 141 GB "
-    "where what lies between products is computed again, and is then as fast as in rows of 8k. Of experts, the sending of tokens between ranks, and what the fullest rank "
-    "has to compute: routers with random weights choose more unevenly than trained ones. Of Qwen3-30B-A3B three steps a depth are measured, so that "
-    "a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
+    "engine": {
+        "": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels that move memory and compute little, and "
+        "the host's launches share the rest, and no record tells them apart.",
+        "qwen2.5-1.5b": "the host as well: on busy ones quintet did 0.93 and 0.98 of what megatron-core alone did (2026-11-22), here more.",
+        "qwen3-8b": "memory, which decides what is computed again. Of four GPUs at rows of 16k `mfu` was 0.41 where all is (2026-11-22, in no record), is 0.47 "
+        "with the MLPs alone, and 0.56 with what lies between products, which fits 141 GB; rows of 8k fit without, at 0.5499 where 0.55 was aimed for. Plain layers on eight "
+        "(portable) did 0.25 of it. Then each rank of the benchmark took a thread for each of the host's cores, and packing waited for them: on a host of 64 four ranks "
+        "took 4.2 s a step where one took 1.44. Ranks of a run have one each, and since 2026-11-28 the benchmark's too; they were not measured again.",
+        "qwen3-30b-a3b": "the sending of tokens between ranks, and what the fullest rank has to compute: routers with random weights choose more unevenly than trained "
+        "ones. Three steps a depth are measured, so that a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
+    },
     "expert_kernels": "the host, which launches the products of TransformerEngine's experts one by one, 128 a layer where a rank holds all and 32 at "
     "`layout.ep=4`; torch's are one launch.",
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
@@ -50,8 +56,8 @@ LIMITS = {
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
     "handover": "generation, three fifths of the step, and of it the longest response: some 300 steps of few sequences, of 1.8 ms each, which is the GPU's own time. "
     "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning and scattering (2%), and 23 ms in no phase, of which 9 ask "
-    "ranks for their memory and counts. With all of training's state away it is the link, too, and the taking and giving back of memory. Gradients leave and come back without a copy, but are "
-    "counted, so that what moves with them seems faster than it is: of `grads_optimizer` 15.7 GB are copied, at 42 GB/s. What leaves for the first time pins host memory.",
+    "ranks for their memory and counts. With all of training's state away it is the link, too, and the taking and giving back of memory. Gradients leave and come back "
+    "without a copy, and are not counted. What leaves for the first time pins host memory.",
     "kv_cache": "memory bandwidth: slots or pages are read once a token.",
     "fp8": "what is not multiplied in 8 bits (attention, head, norms, optimizer), and rounding, which passes over memory: at a model's full depth "
     "head and optimizer are a smaller part, so that more is gained than at 8 layers. Of 128 experts each is rounded and multiplied by launches of "
@@ -68,10 +74,15 @@ LIMITS = {
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
     "planned; seconds are planned at the best. Until 2026-11-27 `sync` and `generate` told what training had in use just before and after.",
-    "rollout": "the native back end, one kernel launched after the other for each token by the host; of vLLM through quintet the GPU, for 512 "
-    "sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time; of vLLM itself (`bare`) the host, by which it moves from run to run. "
-    "In a long tail a step of few sequences is the GPU's own time, which replays it; Qwen3-8B was measured when it was the host's. `bare-first` is vLLM's first model runner, which "
-    "it takes by itself, and `bare-silent` its second without log-probs, both on another host than the others.",
+    "rollout": {
+        "laptop": "two cores, shared with whatever else the machine does.",
+        "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",
+        "qwen2.5-1.5b/1gpu/vllm": "the GPU, for 512 sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time. In a long tail a step of few "
+        "sequences is the GPU's own time, which replays it.",
+        "qwen2.5-1.5b/1gpu/bare": "the host, by which vLLM itself moves from run to run. `bare-first` is its first model runner, which it takes by itself, and `bare-silent` its "
+        "second without log-probs, both on another host than the others.",
+        "qwen3-8b": "the GPU in steps of many sequences; in those of few it was the host when this was measured.",
+    },
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
     "step": "generation, two to three fifths of a step, and more than three of TRL's (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
@@ -81,7 +92,20 @@ LIMITS = {
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
     "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
 }
-"""What limits a benchmark's cases today; a benchmark with records needs one."""
+"""What limits a benchmark's cases today, or each of its kinds of cases; a benchmark with records needs one."""
+
+TRIED = """## Tried, and left out
+
+What was measured and did not help, so that nobody need try it again as it was; a table that shows it has the name in brackets.
+
+- vLLM's first model runner, which vLLM takes by itself, launches a kernel a sequence where requests have seeds: less than half of the second's
+  tokens/s (`rollout`, `bare-first`).
+- Products of 128 experts in 8 bits: each expert is rounded and multiplied by launches of its own, 0.38 of bf16's tokens/s (`fp8`, `30b-a3b`);
+  `quintet check` warns of it.
+- A rollout in 8 bits without DeepGEMM generates slower than in bf16 (`step`, `4gpu/blockwise`).
+- One launch for all experts makes them no five times as fast where each has 1,024 rows, but 1.56 times (`experts`).
+- A thread for each of the host's cores in every rank: packing waits for them (`engine`).
+"""
 
 
 def page() -> str:
@@ -89,15 +113,23 @@ def page() -> str:
     records: list[dict[str, Any]] = [
         r for file in sorted(RESULTS.glob("*.json")) for r in json.loads(file.read_text())
     ]
-    lines = [HEAD]
+    lines = [HEAD, TRIED]
     for bench, of_bench in groupby(records, key=lambda r: r["bench"]):
         lines.append(f"## {bench}\n")
-        lines.append(f"Limited by: {LIMITS[bench]}\n")
+        limits = LIMITS[bench]
+        if isinstance(limits, str):
+            lines.append(f"Limited by: {limits}\n")
+        else:
+            lines += ["Limited by:\n", *(f"- {_of(case)}{limit}" for case, limit in limits.items()), ""]
         for origin, rows in groupby(of_bench, key=_origin):
             lines += ["| case | metric | value | baseline | ratio |", "|---|---|---|---|---|"]
             lines += [_row(r) for r in rows]
             lines.append(f"\n{origin}\n")
     return "\n".join(lines)
+
+
+def _of(case: str) -> str:
+    return f"`{case}`: " if case else ""
 
 
 def _origin(record: dict[str, Any]) -> str:
