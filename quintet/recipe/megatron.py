@@ -82,8 +82,8 @@ _REASONS = {
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker
     """,
     (
-        "communication of tp does not overlap with computing in this version; that of gradients, parameters and experts does with "
-        "engine.overlap_grad_reduce, engine.overlap_param_gather and engine.overlap_dispatch"
+        "communication of tp does not overlap with computing: TransformerEngine's buffers for it have one size, and packed rows differ in length; that "
+        "of gradients, parameters and experts does with engine.overlap_grad_reduce, engine.overlap_param_gather and engine.overlap_dispatch"
     ): """
         tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
         tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
