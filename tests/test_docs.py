@@ -87,7 +87,7 @@ def test_the_readmes_rates_are_of_the_records():
     assert f"again to fit, {core:,.0f}." in page
     for gpus, said in (
         (4, "{0:.1f} samples/s where TRL 1.14 with its own vLLM makes {1:.1f}, {2:.2f} times"),
-        (1, "on one, {0:.1f} and {1:.1f} in"),
+        (1, "on one, {0:.1f} and {1:.1f}, {2:.2f} times"),
     ):
         ours, trl = record("step", f"qwen2.5-1.5b/{gpus}gpu", "samples_per_s")
         assert said.format(ours, trl, ours / trl) in page

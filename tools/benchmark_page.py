@@ -73,7 +73,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
-    "planned; seconds are planned at the best. Until 2026-11-27 `sync` and `generate` told what training had in use just before and after.",
+    "planned: 2 to 7 GiB here, most of it while vLLM is awake. Seconds are planned at the best.",
     "rollout": {
         "laptop": "two cores, shared with whatever else the machine does.",
         "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",
@@ -85,8 +85,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
     },
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
-    "step": "generation, two to three fifths of a step, and more than three of TRL's (`generate_s_median`). The record of one GPU is of when vLLM's own scheduler held the GPU "
-    "up: without it 45.7 samples/s were seen there (4.6 s of generation), by a run of one side. Responses of long-tailed lengths have no record yet. In 8 bits "
+    "step": "generation, two to three fifths of a step, and more than three of TRL's (`generate_s_median`). Responses of long-tailed lengths have no record yet. In 8 bits "
     "on four GPUs vLLM generated slower than in bf16, by a build without DeepGEMM; with it, as in its own wheel, and 12 layers on one, as fast: there head, attention's scores and "
     "the draw are most of its steps, and stay in bf16.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
