@@ -3,15 +3,17 @@
     python -m benchmarks.rollout --gpus 1                  Qwen2.5-1.5B's shape on one GPU
     python -m benchmarks.rollout --gpus 2 --only native    one side alone, over two GPUs (tensor parallel)
     python -m benchmarks.rollout --gpus 1 --only vllm bare bare-first    vLLM behind quintet, and alone
-    python -m benchmarks.rollout --gpus 1 --only bare bare-silent           what log-probs cost
+    python -m benchmarks.rollout --gpus 1 --only bare bare-silent           what log-probs cost vLLM alone
+    python -m benchmarks.rollout --only vllm vllm-silent --call-by-call      what log-probs cost quintet
     python -m benchmarks.rollout --shape laptop --turns 5  a small model on a CPU, where vLLM for CPU is installed
     python -m benchmarks.rollout --tiny                    a dry run, on a CPU too
 
 Random weights, the same for both sides; 128 prompts of 256 random tokens, 4 samples of each; temperature 1, nothing cut,
 log-probs told. End-of-sequence is ignored, so that every response has the length that was drawn for it beforehand: 512
 tokens, or in the case long-tail log-normal from 32 to 2048 (median 256). Each side runs in processes of its own, one side
-after the other; starting, and the first call of `generate`, are not counted. The value is the response tokens of a call by
-the median of its seconds. What is measured and how: benchmarks/README.md.
+after the other, or with --call-by-call both at once, in turns; starting, and the first call of `generate`, are not counted. The
+value is the response tokens of a call by the median of its seconds; `logprob_cost` is the part of the rate of vllm-silent that vllm
+lacks. What is measured and how: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
 
-SIDES = ("native", "vllm", "vllm-routes", "bare", "bare-first", "bare-silent")
-"""quintet's back ends, vLLM also with routes returned; and vLLM alone: at its best, with its first model runner, and at its best without
-log-probs."""
-BASELINES = {"vllm": "bare", "native": "vllm", "bare": "bare-silent"}
+SIDES = ("native", "vllm", "vllm-routes", "vllm-silent", "bare", "bare-first", "bare-silent")
+"""quintet's back ends, vLLM also with routes returned and without log-probs; and vLLM alone: at its best, with its first model runner, and
+at its best without log-probs."""
+BASELINES = {"vllm": "bare", "vllm-silent": "vllm", "native": "vllm", "bare": "bare-silent"}
 """By side, whose value its record is compared with, if that was measured in the same run."""
+LOGPROB_COST = 0.03
+"""Of the rate without log-probs, what these are to take at most."""
+MEMORY_FRACTION, OF_TWO = 0.5, 0.4
+"""Of the GPU, for vLLM: where it is alone there, and where it is beside another side."""
 CONFIG_ALONE = "qwen3-30b-a3b"
 """The shape of which no weights are written to a disk: vLLM makes up its own."""
 ON_CPU = "laptop"
@@ -86,7 +92,7 @@ def one_round(rollout: Any, case: Case, vocab_size: int, turn: int, side: str) -
     made = [tuple(len(s.response_ids) for s in row) for row in samples]
     if made != asked:
         raise SystemExit("a response has another length than was asked")
-    told = 0 if side == "bare-silent" else 1  # of each token
+    told = 0 if side.endswith("-silent") else 1  # of each token
     if any(len(s.policy_logprobs) != told * len(s.response_ids) for row in samples for s in row):
         raise SystemExit("a response came without a log-prob for each token")
     if side == "vllm-routes" and any(s.routes is None for row in samples for s in row):
@@ -142,7 +148,10 @@ def vllm(args: argparse.Namespace, model: Path, cases: tuple[Case, ...]) -> tupl
             },
         }
     )
-    rollout = VllmRollout(recipe, model, device="cuda" if on_gpu else "cpu", decode=str)
+    made = VllmRollout
+    if args.worker == "vllm-silent":
+        from benchmarks.rollout_silent import SilentVllm as made
+    rollout = made(recipe, model, device="cuda" if on_gpu else "cpu", decode=str)
     return rollout, rollout.close
 
 
@@ -215,7 +224,7 @@ def work(args: argparse.Namespace, model: Path, answer: Path) -> None:
 
 
 def in_turns(
-    args: argparse.Namespace, sides: tuple[str, str], repeats: int
+    args: argparse.Namespace, sides: Sequence[str], repeats: int
 ) -> Iterator[tuple[Case, list[tuple[float, float]]]]:
     """Yield the seconds of both sides by repeat, a case after the other: they live at the same time, one rank each, and take turns call by call, after a
     call of each that is not counted. `args.memory_fraction` must leave room for both."""
@@ -293,15 +302,34 @@ def records_of(
 ) -> list[dict[str, Any]]:
     """A record a case and side, with the value of the side that it is compared with as its baseline. seconds: by side and case."""
     records = []
-    place = "cpu" if args.shape == ON_CPU else f"{args.gpus}gpu"
     for at, case in enumerate(cases_of(args.shape)):
         tokens = sum(sum(lengths) for lengths in case.response_tokens())
         values = {side: tokens / statistics.median(found[at]) for side, found in seconds.items()}
         for side, value in values.items():
-            name = "/".join(part for part in (args.shape, place, case.name, side) if part)
             baseline = values.get(BASELINES.get(side, ""))
-            records.append(record("rollout", name, metric, value, unit, baseline=baseline))
+            records.append(
+                record("rollout", case_name(args, case, side), metric, value, unit, baseline=baseline)
+            )
     return records
+
+
+def costs_of(args: argparse.Namespace, seconds: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
+    """Return the records of what log-probs cost, where `vllm` and `vllm-silent` were measured: of the latter's rate, the part that the
+    former lacks. The median over pairs of calls, the same prompts each, so that what slows the host for a while counts little."""
+    if not {"vllm", "vllm-silent"} <= seconds.keys():
+        return []
+    records = []
+    for at, case in enumerate(cases_of(args.shape)):
+        pairs = zip(seconds["vllm"][at], seconds["vllm-silent"][at], strict=False)
+        cost = statistics.median(1 - silent / told for told, silent in pairs)
+        records.append(record("rollout", case_name(args, case, "vllm"), "logprob_cost", cost, "fraction"))
+    return records
+
+
+def case_name(args: argparse.Namespace, case: Case, side: str) -> str:
+    """The record's case."""
+    place = "cpu" if args.shape == ON_CPU else f"{args.gpus}gpu"
+    return "/".join(part for part in (args.shape, place, case.name, side) if part)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -324,9 +352,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=1,
         help="how often each side is started, in turns with the other (default 1)",
     )
+    add(
+        "--call-by-call",
+        action="store_true",
+        help="two sides that are on one GPU at the same time and take turns with each call: for small differences",
+    )
     add("--timeout-s", type=float, default=900.0, help="longest that a side may take (default 900)")
     add("--out", type=Path, default=RESULTS / "rollout.json", help="records are merged into this file")
-    add("--memory-fraction", type=float, default=0.5, help="of the GPU, for vLLM (default 0.5)")
+    add(
+        "--memory-fraction",
+        type=float,
+        help=f"of the GPU, for vLLM (default {MEMORY_FRACTION}, with --call-by-call {OF_TWO} each)",
+    )
     add("--in-turns", action="store_true", help=argparse.SUPPRESS)
     add("--worker", choices=("write", *SIDES), help=argparse.SUPPRESS)
     add("--model", type=Path, help=argparse.SUPPRESS)
@@ -335,6 +372,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.shape = "tiny"
     if args.shape == ON_CPU and args.gpus != 1:
         parser.error(f"--shape {ON_CPU} runs on a CPU, in one process: leave --gpus out")
+    if args.memory_fraction is None:
+        args.memory_fraction = OF_TWO if args.call_by_call else MEMORY_FRACTION
+    if args.call_by_call and (
+        args.shape == ON_CPU or (args.gpus, args.turns, len(args.only or SIDES[:2])) != (1, 1, 2)
+    ):
+        parser.error(
+            f"--call-by-call is of two sides on one GPU, started once: name two with --only, leave --gpus, --turns and --shape {ON_CPU} out"
+        )
     return args
 
 
@@ -353,12 +398,19 @@ def main() -> None:
         return
     if args.shape != ON_CPU and not args.shape.startswith("tiny"):
         need_gpus(args.gpus, f"--shape {ON_CPU}")
+    sides: list[str] = args.only or ["native", "vllm"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was found up to then is kept
+    if args.call_by_call:
+        by_case = [pairs for _, pairs in in_turns(args, sides, args.rounds)]
+        calls = {
+            side: [[(pair[at], 0.0) for pair in pairs] for pairs in by_case] for at, side in enumerate(sides)
+        }
+        keep(args, calls, sides)
+        return
     with tempfile.TemporaryDirectory(prefix="quintet-rollout-") as directory:
         model = Path(directory) / "model"
         run_side("write", 1, model, args)
-        sides: list[str] = args.only or ["native", "vllm"]
         found: dict[str, list[list[tuple[float, float]]]] = {}
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was found up to then is kept
         try:
             for side in sides * args.turns:
                 of_side = found.setdefault(side, [[] for _ in cases_of(args.shape)])
@@ -381,10 +433,19 @@ def keep(
         records += records_of(args, "tokens_per_cpu_second", "tokens/CPU s", _column(found, 1))
     for one in records:
         print(f"{one['case']}: {one['value']:,.0f} {one['unit']}", flush=True)
+    costs = costs_of(args, _column(found, int(args.shape == ON_CPU)))
+    for one in costs:
+        reached = "reached" if one["value"] <= LOGPROB_COST else "missed"
+        print(
+            f"{one['case']}: log-probs cost {one['value']:.1%} (aim: {LOGPROB_COST:.0%}, {reached})",
+            flush=True,
+        )
     missing = {side for side, baseline in BASELINES.items() if baseline in sides and baseline not in found}
+    if "vllm-silent" in sides and "bare" not in sides:
+        missing.add("vllm")  # its rate is the baseline of the other's; its own record stays beside vLLM alone
     if not args.shape.startswith("tiny"):
         kept = [one for one in records if one["case"].rpartition("/")[2] not in missing]
-        write_records(args.out, merged(args.out, kept))
+        write_records(args.out, merged(args.out, [*kept, *costs]))
 
 
 if __name__ == "__main__":
