@@ -5,6 +5,7 @@
     python -m benchmarks.engine --shape qwen3-8b --gpus 8 --layout tp=2,sp=true --backend te
     python -m benchmarks.engine --shape qwen3-30b-a3b --gpus 4 --layout ep=4 --layers 12 24 --balance forced
                                                            two depths, and by a line through both all 48 layers
+    python -m benchmarks.engine --backend te --busy 16     on a loaded host: so many processes keep its CPUs busy
     python -m benchmarks.engine --shape tiny               a dry run in seconds, on a CPU
 
 Random weights, bf16 with fp32 main gradients and master weights, distributed optimizer; a step is several packed
@@ -20,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.busy import busy
 from benchmarks.engine_work import (
     MICROBATCHES,
     MODELS,
@@ -135,7 +138,8 @@ class Turns:
             # Ragged rows are new to each measured step, as in a run; others have all been seen.
             warmup = 1 if not fresh else UNSEEN if self.setup.ragged else self.setup.steps + 1
             side = self._sides[name]
-            told = side.ask(do="burst", warmup=warmup, steps=self.args.steps_per_turn)
+            with busy(self.setup.busy):
+                told = side.ask(do="burst", warmup=warmup, steps=self.args.steps_per_turn)
             self.measured[name].add(told, self.setup)
             if self.args.sequential:
                 self._sides.pop(name).stop()
@@ -148,7 +152,8 @@ class Turns:
 
     def profile(self) -> None:
         for name, side in self._sides.items():
-            table = side.ask(do="profile")[0]["table"]
+            with busy(self.setup.busy):
+                table = side.ask(do="profile")[0]["table"]
             print(f"--- {name} ---\n{table}", flush=True)
             if self.args.profile_dir:
                 self.args.profile_dir.mkdir(parents=True, exist_ok=True)
@@ -312,6 +317,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="rows of random lengths, others in each step, as in a run; leave --steps out",
     )
+    add(
+        "--busy",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="so many processes keep the CPUs busy beside each turn of either side: a loaded host",
+    )
     add("--cpu-fraction", type=float, default=0.0, help="share of the optimizer's state on the CPU")
     add(
         "--engine",
@@ -413,6 +425,7 @@ def main() -> None:
         return
     if args.shape not in TINY:
         need_gpus(args.gpus, "--shape tiny")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process of it stays behind
     names = [args.only] if args.only else list(SIDES)
     for backend in backends_of(args):
         setups = [
@@ -426,6 +439,7 @@ def main() -> None:
                 layers=layers,
                 balance=args.balance,
                 ragged=args.ragged,
+                busy=args.busy,
                 cpu_fraction=args.cpu_fraction,
                 engine=parse_engine(args.engine),
                 tokens=args.tokens,

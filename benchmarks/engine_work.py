@@ -170,7 +170,8 @@ class Setup:
     """One measurement: what is trained, where, and how. Travels to the workers as JSON.
 
     layers: of the model, where it is cut; None is all. balance: "forced" deals tokens to experts in turn instead of asking the router.
-    ragged: rows of random lengths up to `tokens`, as a run has them, and not full ones. cpu_fraction: share of the optimizer on the CPU.
+    ragged: rows of random lengths up to `tokens`, as a run has them, and not full ones. busy: processes that keep the CPUs busy meanwhile.
+    cpu_fraction: share of the optimizer on the CPU.
     vocab_size, experts: in place of the model's own. engine: further keys of a recipe's section `engine`, of quintet's side alone.
     """
 
@@ -183,6 +184,7 @@ class Setup:
     layers: int | None = None
     balance: str = "natural"
     ragged: bool = False
+    busy: int = 0
     cpu_fraction: float = 0.0
     vocab_size: int | None = None
     experts: int | None = None
@@ -280,6 +282,8 @@ class Setup:
             parts.append(f"balance-{self.balance}")
         if self.ragged:
             parts.append("ragged")
+        if self.busy:
+            parts.append(f"busy-{self.busy}")
         if self.recompute != "none":
             parts.append("-".join(["recompute", self.recompute, *(self.recompute_modules or [])]))
         if self.cpu_fraction:

@@ -319,6 +319,7 @@ def test_engine_and_raw_loop_train_the_same_on_a_cpu() -> None:
         ["--shape", "tiny", "--recompute", "selective", "--recompute-modules", "core_attn,mlp"],
         ["--shape", "tiny-moe", "--only", "quintet", "--balance", "forced", "--recompute", "selective"],
         ["--shape", "tiny", "--ragged", "--engine", "row_buckets=true"],
+        ["--shape", "tiny", "--busy", "2"],
         [
             "--shape",
             "tiny-moe",
