@@ -5,6 +5,8 @@
     python -m benchmarks.engine --shape qwen3-8b --gpus 8 --layout tp=2,sp=true --backend te
     python -m benchmarks.engine --shape qwen3-30b-a3b --gpus 4 --layout ep=4 --layers 12 24 --balance forced
                                                            two depths, and by a line through both all 48 layers
+    python -m benchmarks.engine --gpus 2 --layout pp=2 --stage-layers 15 13 --backend te
+                                                           a stage with the head has fewer layers
     python -m benchmarks.engine --backend te --busy 16     on a loaded host: so many processes keep its CPUs busy
     python -m benchmarks.engine --shape tiny               a dry run in seconds, on a CPU
 
@@ -290,6 +292,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="mesh axes, such as tp=2,sp=true,ep=8; dp is what is left",
     )
     add(
+        "--stage-layers",
+        type=int,
+        nargs="+",
+        metavar="LAYERS",
+        help="of each pipeline stage, as layout.stage_layers (default: equally many)",
+    )
+    add(
         "--recompute",
         choices=["none", "selective", "full"],
         default="none",
@@ -355,6 +364,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--worker", choices=SIDES, help=argparse.SUPPRESS)
     add("--setup", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.stage_layers:
+        args.layout = args.layout | {"stage_layers": args.stage_layers}
     if args.sequential and (args.profile or args.profile_dir):
         parser.error("--profile needs sides that stay: leave --sequential out")
     if args.cpu_fraction and not args.worker and not device_name():

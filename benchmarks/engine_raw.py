@@ -265,6 +265,11 @@ def _config(setup: Setup, shape: ModelShape, device: torch.device) -> Transforme
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
     }
+    if setup.layout.get("stage_layers"):
+        stages = [["decoder"] * count for count in setup.layout["stage_layers"]]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        fields["pipeline_model_parallel_layout"] = stages
     if setup.recompute == "full":
         fields |= {
             "recompute_granularity": "full",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from typing import Any
 
 
 def positive_int(text: str) -> int:
@@ -27,9 +28,12 @@ def parse_layout(text: str) -> dict[str, int | bool]:
     return out
 
 
-def layout_name(layout: dict[str, int | bool]) -> str:
-    """The same in a record's case: "tp2-sp"."""
-    return "-".join(key if value is True else f"{key}{value}" for key, value in layout.items() if value)
+def layout_name(layout: Mapping[str, Any]) -> str:
+    """The same in a record's case: "tp2-sp"; layers by stage as "stage_layers15+13"."""
+    told = {
+        key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in layout.items()
+    }
+    return "-".join(key if value is True else f"{key}{value}" for key, value in told.items() if value)
 
 
 def need_gpus(wanted: int, otherwise: str) -> None:

@@ -147,6 +147,9 @@ def test_cases_are_named_by_what_differs() -> None:
     layout = parse_layout("tp=2,sp=true,ep=4")
     other = Setup("qwen3-30b-a3b", "portable", gpus=8, layout=layout, recompute="full")
     assert other.case() == "qwen3-30b-a3b/portable/gpus8-tp2-sp-ep4/recompute-full"
+    args = engine_arguments(["--layout", "pp=2", "--gpus", "2", "--stage-layers", "28", "0"])
+    uneven = Setup("qwen2.5-1.5b", "portable", gpus=args.gpus, layout=args.layout)
+    assert uneven.case() == "qwen2.5-1.5b/portable/gpus2-pp2-stage_layers28+0"
     cut = Setup(
         "qwen3-30b-a3b", "portable", layers=12, balance="forced", recompute="selective", cpu_fraction=0.5
     )
@@ -191,6 +194,10 @@ def test_a_depth_is_named_once(capsys) -> None:
         ("--layout tp=3 --gpus 4", "cluster.ranks=4 is not divisible by layout.tp"),
         ("--layout pp=3 --gpus 3", "does not divide the model's 28 layers"),
         ("--layout pp=2 --gpus 2 --layers 4 5", "does not divide the model's 5 layers"),
+        ("--layout pp=2 --gpus 2 --stage-layers 20 9", "is 2 pipeline stages of 29 layers together"),
+        ("--layout pp=2 --gpus 2 --stage-layers 15 13 --layers 28 8", "makes 2 of 8"),
+        ("--layout pp=3 --gpus 3 --stage-layers 14 0 14", "leaves a stage in the middle without layers"),
+        ("--layout pp=2 --gpus 2 --stage-layers 29 -1", "layout.stage_layers.1 is -1"),
         (
             "--recompute selective --recompute-modules mpl_act",
             'is "mpl_act"; expected a list, each item one of',
@@ -284,6 +291,31 @@ def test_forced_balance_deals_as_many_tokens_to_each_expert(pool, balance: str) 
     assert ({n for one in counts for n in one} == {128 * 2 // 8}) == (balance == "forced")
 
 
+@pytest.mark.parametrize("counts", [None, [2, 0], [0, 2]])
+def test_the_raw_loop_cuts_its_layers_as_the_recipe_does(counts: list[int] | None) -> None:
+    from benchmarks import engine_raw
+
+    layout = {"pp": 2} | ({"stage_layers": counts} if counts else {})
+    setup = setup_of("tiny", backend="portable", gpus=2, layout=layout)
+    found = engine_raw._config(setup, setup.shape, torch.device("cpu")).pipeline_model_parallel_layout
+    held = found and [found.get_num_layers_to_build(pp_rank=stage) for stage in range(2)]
+    assert held == counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        ({"cp": 2}, "context parallelism"),
+        ({"pp": 2, "vpp": 2, "stage_layers": [1, 0, 1, 0]}, "interleaved pipelines"),
+    ],
+)
+def test_what_the_raw_loop_cannot_do_it_refuses(layout: dict[str, Any], what: str) -> None:
+    from benchmarks import engine_raw
+
+    with pytest.raises(SystemExit, match=f"has no {what}: measure it with --only quintet"):
+        engine_raw._refuse(setup_of("tiny", backend="portable", gpus=2, layout=layout))
+
+
 def test_peaks_are_those_of_the_card() -> None:
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
@@ -339,6 +371,15 @@ def test_every_way_of_a_recipe_is_measured_on_a_cpu(how: list[str]) -> None:
     printed = benchmark("engine", *how, *options)
     assert "by-layers1-2: all" in printed
     assert printed.count("tflop_per_s_per_gpu") >= 3
+
+
+@pytest.mark.nightly
+def test_a_pipeline_of_unequal_stages_is_measured_on_a_cpu() -> None:
+    """The command itself fails when the sides' losses or gradients differ."""
+    options = ["--shape", "tiny", "--gpus", "2", "--layout", "pp=2", "--stage-layers", "2", "0"]
+    printed = benchmark("engine", *options, "--rounds", "1", "--steps", "1", "--steps-per-turn", "1")
+    assert "tiny/portable/gpus2-pp2-stage_layers2+0: " in printed
+    assert "quintet / raw:" in printed
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
