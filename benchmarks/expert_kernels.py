@@ -5,8 +5,8 @@
     python -m benchmarks.expert_kernels --ep 4 --write        of the 32 experts that a rank of layout.ep=4 holds
     python -m benchmarks.expert_kernels --shape tiny-moe      a dry run on a CPU: portable layers on both sides, nothing is recorded
 
-Both sides live at the same time and take turns; a kernel's speedup is the median over turns of the seconds of the two sides' steps, and
-its `least` that of the worst turn. Runs take a kernel that was faster in every turn and by half a percent in the median
+Both sides live at the same time and take turns, each of which counts by its median step. A kernel's speedup is the ratio of the turn with the
+median ratio (of two in the middle the lower one), whose rates are the record's value and baseline; its `least` is that of the worst turn. Runs take a kernel that was faster in every turn and by half a percent in the median
 (`quintet/plan/kernels.py`), unless the recipe says otherwise. The first losses have to agree.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.engine import device_name
 from benchmarks.engine_work import MODELS, TINY, Setup, setup_of
 from benchmarks.options import positive_int
 from benchmarks.pairs import Taken, in_turns
-from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.records import RESULTS, merged, middle, record, write_records
 from benchmarks.room import card_bytes, depth_of
 from quintet.plan.kernels import TABLE, MeasuredKernel, experts_of, write_kernel
 from quintet.recipe.megatron import EXPERT_KERNELS, TORCH_EXPERTS
@@ -60,14 +60,14 @@ def setups(args: argparse.Namespace, kernel: str, card: int | None = None) -> li
     return [(name, replace(plain, engine=way)) for name, way in zip((kernel, "without"), ways, strict=True)]
 
 
-def row_of(setup: Setup, kernel: str, ratios: Sequence[float], made: dict[str, Any]) -> MeasuredKernel:
-    """What runs choose by. ratios: seconds without over those with it, a turn each. made: a record of the same run."""
+def row_of(setup: Setup, kernel: str, least: float, made: dict[str, Any]) -> MeasuredKernel:
+    """What runs choose by. least: the speedup of the worst turn. made: the record of the same run, whose ratio is the speedup."""
     return MeasuredKernel(
         device=device_name(),
         kernel=kernel,
         experts=experts_of(setup.shape),
-        speedup=round(statistics.median(ratios), 4),
-        least=round(min(ratios), 4),
+        speedup=round(made["value"] / made["baseline"], 4),
+        least=round(least, 4),
         command=made["command"],
         commit=made["commit"],
         date=made["date"],
@@ -83,10 +83,11 @@ def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], Meas
     if not apart <= LOSS_APART:
         raise SystemExit(f"{kernel}: the first losses are {apart:.2%} apart, and {LOSS_APART:.1%} may be")
     setup = pair[1][1]
-    rates = [setup.tokens_per_step / one.seconds for one in taken]
+    turns = rates_of(setup, ours, theirs)
+    rates = middle(turns)
     case = f"{replace(setup, engine={}).case()}/{kernel}".lower()
     made = record("expert_kernels", case, "tokens_per_s", rates[0], "tokens/s", baseline=rates[1])
-    row = row_of(setup, kernel, ratios_of(ours, theirs), made)
+    row = row_of(setup, kernel, min(fast / slow for fast, slow in turns), made)
     print(
         f"{case}: {rates[0]:,.0f} tokens/s, without it {rates[1]:,.0f}; {row.speedup:.3f} times as fast, in the worst turn "
         f"{row.least:.3f}: {'taken' if row.taken else 'not taken'}",
@@ -95,10 +96,12 @@ def measure(args: argparse.Namespace, kernel: str) -> tuple[dict[str, Any], Meas
     return made, row
 
 
-def ratios_of(ours: Taken, theirs: Taken) -> list[float]:
-    """Seconds of their steps over those of ours, of each turn."""
-    medians = [[statistics.median(turn) for turn in side.turns] for side in (ours, theirs)]
-    return [slow / fast for fast, slow in zip(*medians, strict=True)]
+def rates_of(setup: Setup, ours: Taken, theirs: Taken) -> list[tuple[float, float]]:
+    """Tokens a second with the kernel and without it, of the median step of each turn."""
+    with_it, without = (
+        [setup.tokens_per_step / statistics.median(turn) for turn in side.turns] for side in (ours, theirs)
+    )
+    return list(zip(with_it, without, strict=True))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

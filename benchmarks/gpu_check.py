@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import RESULTS, ROOT, merged, read_records, record, write_records
+from benchmarks.records import RESULTS, ROOT, merged, middle, read_records, record, write_records
 
 REPEATS = 3
 WORST_FALL = 0.08
@@ -97,11 +97,6 @@ def chosen(checks: Sequence[Check], parts: Sequence[str], gpus: int) -> tuple[li
         if one.gpus > gpus
     ]
     return [one for one in of_parts if one.gpus <= gpus], too_large
-
-
-def middle(repeats: Repeats) -> tuple[float, float]:
-    """Value and baseline of the repeat with the median ratio; there is an odd number of them."""
-    return sorted(repeats, key=lambda one: one[0] / one[1])[len(repeats) // 2]
 
 
 def recorded(check: Check, hardware: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

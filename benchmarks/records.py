@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,12 @@ def record(
         "commit": commit(),
         "date": date.today().isoformat(),
     }
+
+
+def middle(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Value and baseline of the turn with the median ratio, of two in the middle with the lower one: what slowed the machine for a turn
+    slowed both of its sides, and the ratio is of a turn that there was."""
+    return sorted(turns, key=lambda one: one[0] / one[1])[(len(turns) - 1) // 2]
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:

@@ -60,7 +60,10 @@ def test_a_turn_counts_by_its_median_step_and_a_step_by_its_slowest_rank() -> No
     theirs = Taken()
     theirs.add([{"seconds": [1.1, 1.1, 1.1], "losses": [1.0] * 3, "peak_gib": 1.0}] * 2)
     theirs.add([{"seconds": [one, 1.0, one], "losses": [1.0] * 3, "peak_gib": 1.0} for one in (1.0, 1.8)])
-    assert expert_kernels.ratios_of(ours, theirs) == pytest.approx([1.1, 0.9])
+    setup = setup_of("tiny-moe", backend="portable")
+    rates = expert_kernels.rates_of(setup, ours, theirs)
+    tokens = setup.tokens_per_step
+    assert rates == [pytest.approx((tokens, tokens / 1.1)), pytest.approx((tokens / 2, tokens / 1.8))]
     assert theirs.losses[0] == 2.0
 
 
@@ -75,7 +78,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, directory: Path, *sides: Taken) ->
 
 
 def test_what_was_measured_is_written_where_runs_choose_by_it(tmp_path, monkeypatch, capsys) -> None:
-    words = measured(monkeypatch, tmp_path, taken([1.0], [1.0]), taken([1.1], [1.06]))
+    words = measured(monkeypatch, tmp_path, taken([1.0], [1.0], [1.0]), taken([1.1], [1.06], [1.08]))
     assert expert_kernels.main(words) == 0
     assert read_kernels(tmp_path / "table.json") == []
     assert expert_kernels.main([*words, "--write"]) == 0
@@ -94,6 +97,20 @@ def test_what_was_measured_is_written_where_runs_choose_by_it(tmp_path, monkeypa
     assert record["case"] == "qwen3-30b-a3b/te/layers4/moe_permute_fusion"
     assert (record["value"], record["baseline"]) == pytest.approx((tokens, tokens / 1.08))
     assert "1.080 times as fast, in the worst turn 1.060: taken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("turns", "ratio"), [(2, 0.95), (3, 1.05)])
+def test_the_record_says_what_the_row_says(tmp_path, monkeypatch, turns: int, ratio: float) -> None:
+    """A host that became slower after the first turn: by the medians of all steps the kernel would be the slower in both."""
+    ours = taken(*[[1.0, 1.0, 1.0], [3.0, 2.0, 2.0], [2.0, 2.0, 2.0]][:turns])
+    theirs = taken(*[[0.95, 0.95, 0.95], [1.9, 2.32, 2.32], [1.0, 2.1, 2.1]][:turns])
+    assert theirs.seconds / ours.seconds == pytest.approx(0.95)
+    words = measured(monkeypatch, tmp_path, ours, theirs)
+    assert expert_kernels.main([*words, "--write"]) == 0
+    (row,) = read_kernels(tmp_path / "table.json")
+    (record,) = json.loads((tmp_path / "out.json").read_text())
+    assert (row.speedup, row.least) == (ratio, 0.95)
+    assert record["value"] / record["baseline"] == pytest.approx(ratio)
 
 
 def test_sides_that_compute_something_else_are_not_compared(tmp_path, monkeypatch) -> None:

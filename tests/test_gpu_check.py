@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import CHECKS, FILES, Check, chosen, judged, middle, recorded, status_of
-from benchmarks.records import RESULTS, ROOT, read_records, record, write_records
+from benchmarks.gpu_check import CHECKS, FILES, Check, chosen, judged, recorded, status_of
+from benchmarks.records import RESULTS, ROOT, middle, read_records, record, write_records
 
 CARD = "1 x NVIDIA H200"
 ENGINE = CHECKS[0]

@@ -50,7 +50,8 @@ LIMITS: dict[str, str | dict[str, str]] = {
         "ones. Three steps a depth are measured, so that a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
     },
     "expert_kernels": "the host, which launches the products of TransformerEngine's experts one by one, 128 a layer where a rank holds all and 32 at "
-    "`layout.ep=4`; torch's are one launch.",
+    "`layout.ep=4`; torch's are one launch. Until 2026-11-27 the ratios here are of the medians of all steps, and those that "
+    "runs choose by medians of the turns' ratios, as here since: of `moe_permute_fusion` these were 0.95 and 1.16, which do not tell whether it is faster.",
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
