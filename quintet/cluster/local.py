@@ -94,7 +94,8 @@ class LocalGroup(Ranks):
         self._undo.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         with self._at_work("setup"):
             self._worker = worker_class(place, **kwargs)
-            self._worker.setup()
+            with self._worker.at_work("setup"):
+                self._worker.setup()
 
     def close(self) -> None:
         """End the rank."""

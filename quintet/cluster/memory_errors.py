@@ -26,10 +26,13 @@ def says_no_memory(error: BaseException) -> str | None:
 
 
 def device_held(device: str) -> Held | None:
-    """Return what holds the memory of a CUDA device; None for a CPU."""
+    """Return what holds the memory of a CUDA device; None for a CPU, and where a device has no room for CUDA itself."""
     torch = sys.modules.get("torch")
     if device == "cpu" or torch is None:
         return None
-    free, total = torch.cuda.mem_get_info(device)
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return None
     tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     return Held(total, tensors, reserved - tensors, total - free - reserved)

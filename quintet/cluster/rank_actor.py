@@ -91,7 +91,8 @@ class RankActor:
                 place = replace(place, master_fd=self._listener.detach())
             worker_class, kwargs = ray.cloudpickle.loads(blob)
             self._worker = worker_class(place, **kwargs)
-            self._worker.setup()
+            with self._worker.at_work("setup"):
+                self._worker.setup()
             return None, limited
         except BaseException as error:  # sys.exit in a worker must be told like any other end
             return self._failure(error), None

@@ -104,7 +104,8 @@ class Worker:
             raise OutOfMemory(out_of_memory(where, said, held, planned, settings)) from error
 
     def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
-        """Return what the rank needs by the memory formula, and settings that need less: see `out_of_memory`."""
+        """Return what the rank needs by the memory formula, and settings that need less: see `out_of_memory`. Of a rank that is not
+        set up yet, too."""
         return None, ()
 
     def memory(self) -> dict[str, float | None]:

@@ -171,7 +171,7 @@ class PolicyWorker(Worker):
         return None, *cut({call: one for call, (one,) in samples.items()}, chosen, layers)
 
     def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
-        if self.command not in ("train", "sft"):
+        if self.command not in ("train", "sft") or not hasattr(self, "shape"):
             return None, ()
         recipe, asked = (on_device(one, self.device) for one in (self.recipe, self.asked))
         what = self.shape, cast("Command", self.command)

@@ -93,6 +93,12 @@ def test_a_rank_that_fails_to_start(ray_cluster: Cluster, how: str, text: str) -
         WorkerGroup(ray_cluster, Stillborn, 2, how=how)
 
 
+@pytest.mark.parametrize("how", NO_MEMORY)
+def test_a_rank_without_memory_in_setup_is_one_message(ray_cluster: Cluster, how: str) -> None:
+    with pytest.raises(OutOfMemory, match=r"^Rank 1: out of memory in setup \(.*\)\.$"):
+        WorkerGroup(ray_cluster, Stillborn, 2, how=how)
+
+
 @pytest.mark.parametrize("when", ["locate", "listen"])
 def test_a_process_that_ends_before_it_is_a_rank(
     ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str

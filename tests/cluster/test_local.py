@@ -134,6 +134,18 @@ def test_a_rank_without_memory_says_so_and_peaks_are_told_by_phase(group: LocalG
         time.sleep(0.01)
 
 
+def test_a_rank_without_memory_in_setup_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup(self: Talker) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Talker, "setup", setup)
+    with (
+        pytest.raises(OutOfMemory, match=r"^Rank 0: out of memory in setup \(MemoryError\)\.$"),
+        LocalCluster(SETTINGS, log_dir=tmp_path) as cluster,
+    ):
+        cluster.group(Talker, 1, name="policy")
+
+
 def test_threads_are_the_users_or_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
