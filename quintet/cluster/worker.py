@@ -5,7 +5,7 @@ Importing this module does not import torch, so that a worker's environment can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ from quintet.cluster.memory_errors import device_held, says_no_memory
 from quintet.cluster.progress import read_turn
 from quintet.errors import OutOfMemory
 from quintet.observe.memory import PhasePeaks, memory_peaks
-from quintet.plan.out_of_memory import out_of_memory
+from quintet.plan.out_of_memory import Needs, out_of_memory
 
 STARTUP_TIMEOUT = timedelta(minutes=10)
 """Ranks come to the first meeting as far apart as their imports take, whatever the time limit of a collective."""
@@ -99,14 +99,13 @@ class Worker:
                 raise
             turn = read_turn()
             where = f"{phase}, at {turn}" if turn else phase
-            planned, settings = self.memory_needed()
             held = device_held(self.device)
-            raise OutOfMemory(out_of_memory(where, said, held, planned, settings)) from error
+            needs = self.memory_needed(held.total if held else None)
+            raise OutOfMemory(out_of_memory(where, said, held, needs)) from error
 
-    def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
-        """Return what the rank needs by the memory formula, and settings that need less: see `out_of_memory`. Of a rank that is not
-        set up yet, too."""
-        return None, ()
+    def memory_needed(self, device_bytes: int | None) -> Needs:
+        """Return what the rank needs by the memory formula, and settings that need less. Of a rank that is not set up yet, too."""
+        return Needs()
 
     def memory(self) -> dict[str, float | None]:
         """Return the peak memory of this rank so far, and of each phase since the last time it was asked."""

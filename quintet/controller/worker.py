@@ -6,7 +6,7 @@ ranks that generated them until the controller has planned who trains on what; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -55,6 +55,7 @@ from quintet.plan.describe import own_layout
 from quintet.plan.fullest import cheaper, fullest_rank
 from quintet.plan.kernels import with_kernels
 from quintet.plan.offload import SPARE_BYTES, with_shares
+from quintet.plan.out_of_memory import Needs
 from quintet.recipe import schema
 from quintet.recipe.derived import moe_layers_of, on_device, optimizers
 from quintet.recipe.rollout import placement_of
@@ -170,12 +171,12 @@ class PolicyWorker(Worker):
         """Cut samples whose keeper died, from the copies that it left, by call: see `SampleStore.slice_for`."""
         return None, *cut({call: one for call, (one,) in samples.items()}, chosen, layers)
 
-    def memory_needed(self) -> tuple[Mapping[str, int] | None, Sequence[tuple[str, int]]]:
+    def memory_needed(self, device_bytes: int | None) -> Needs:
         if self.command not in ("train", "sft") or not hasattr(self, "shape"):
-            return None, ()
+            return Needs()
         recipe, asked = (on_device(one, self.device) for one in (self.recipe, self.asked))
         what = self.shape, cast("Command", self.command)
-        return fullest_rank(recipe, *what), cheaper(recipe, *what, asked)
+        return Needs(fullest_rank(recipe, *what), cheaper(recipe, *what, asked))
 
     # training
 

@@ -1,18 +1,23 @@
-"""Memory of a recipe's fullest rank while it trains, by `quintet.plan.memory`, and which settings need less of it."""
+"""Memory of a recipe's fullest rank while it trains, by `quintet.plan.memory`, and which settings need less of it, or of a rollout's."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from quintet.models import ModelShape
 from quintet.plan.memory import Memory, rank_memory
+from quintet.plan.rollout import rollout_bytes, without_room
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import critic_shape, layout_of, optimizer_of, optimizers, roles_of
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import most_shares
 from quintet.recipe.recompute import without_products
+from quintet.recipe.rollout import placement_of
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.rules.facts import written
 from quintet.recipe.schema import Optimizer, Recipe
@@ -110,37 +115,85 @@ def cheaper(
 
     asked: the recipe as it was written, where something of it is decided since: rules are about that.
     """
-    now, known = sum(fullest_rank(recipe, shape, command).values()), _broken(asked or recipe, command)
+
+    def needs(one: Recipe) -> int:
+        return sum(fullest_rank(one, shape, command).values())
+
+    return _cheaper(recipe, asked or recipe, command, _settings(recipe, shape), needs)
+
+
+def cheaper_rollout(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> list[tuple[str, int]]:
+    """Return settings with which a rollout in processes of its own is still sound, holds the longest sample, and needs less, and the bytes
+    of that. device_bytes: of one device, None for a CPU."""
+    resolved = _with(recipe, {"rollout.layout": placement_of(recipe).layout})
+
+    def needs(one: Recipe) -> int:
+        setup = setup_of(one, shape)
+        if device_bytes is not None and without_room(one, setup, device_bytes):
+            return sys.maxsize
+        return sum(rollout_bytes(one, setup, device_bytes))
+
+    return _cheaper(resolved, resolved, "train", _rollout_settings(resolved), needs)
+
+
+def _cheaper(
+    recipe: Recipe,
+    asked: Recipe,
+    command: Command,
+    settings: Iterator[dict[str, object]],
+    needs: Callable[[Recipe], int],
+) -> list[tuple[str, int]]:
+    now, known = needs(recipe), _broken(asked, command)
     found = []
-    for section, changes in _settings(recipe, shape):
-        written_so, decided = (
-            one.model_copy(update={section: getattr(one, section).model_copy(update=changes)})
-            for one in (asked or recipe, recipe)
-        )
-        if _broken(written_so, command) - known:
+    for changes in settings:
+        if _broken(_with(asked, changes), command) - known:
             continue
-        needs = sum(fullest_rank(decided, shape, command).values())
-        if needs < (1 - WORTH) * now:
-            words = (f"{section}.{one}={written(to)}" for one, to in changes.items())
-            found.append((" ".join(words), needs))
+        needed = needs(_with(recipe, changes))
+        if needed < (1 - WORTH) * now:
+            found.append((" ".join(f"{key}={written(to)}" for key, to in changes.items()), needed))
     return found
+
+
+def _with(section: Any, changes: Mapping[str, object]) -> Any:
+    """A section with other values of keys, which are dotted where they are of sections in it."""
+    for key, to in changes.items():
+        name, _, rest = key.partition(".")
+        value = _with(getattr(section, name), {rest: to}) if rest else to
+        section = section.model_copy(update={name: value})
+    return section
 
 
 def _broken(recipe: Recipe, command: Command) -> set[str]:
     return {one.message for one in broken_rules(recipe, command)}
 
 
-def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, dict[str, object]]]:
-    """What may help: keys of a section, and what costs least first."""
+def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, object]]:
+    """What may help: keys and their values, and what costs least first."""
     engine, layout = recipe.engine, recipe.layout
-    yield "engine", {"distributed_optimizer": True}
+    yield {"engine.distributed_optimizer": True}
     if engine.recompute == "none":
-        yield "engine", {"recompute": "selective", "recompute_modules": without_products(shape)}
-    named: dict[str, object] = {} if engine.recompute_modules is None else {"recompute_modules": None}
+        yield {"engine.recompute": "selective", "engine.recompute_modules": without_products(shape)}
+    named: dict[str, object] = {} if engine.recompute_modules is None else {"engine.recompute_modules": None}
     if engine.recompute == "none" or (engine.recompute == "selective" and named):
-        yield "engine", {"recompute": "selective", **named}
-    yield "engine", {"tokens_per_microbatch_per_rank": engine.tokens_per_microbatch_per_rank // 2}
+        yield {"engine.recompute": "selective", **named}
+    yield {"engine.tokens_per_microbatch_per_rank": engine.tokens_per_microbatch_per_rank // 2}
     if engine.recompute != "full":
-        yield "engine", {"recompute": "full", **named}
-    yield from (("layout", {axis: 2 * getattr(layout, axis)}) for axis in ("ep", "tp", "pp"))
-    yield "optimizer", {"cpu_fraction": 1.0}
+        yield {"engine.recompute": "full", **named}
+    yield from ({f"layout.{axis}": 2 * getattr(layout, axis)} for axis in ("ep", "tp", "pp"))
+    yield {"optimizer.cpu_fraction": 1.0}
+
+
+def _rollout_settings(recipe: Recipe) -> Iterator[dict[str, object]]:
+    """An engine of its own fills its share of a device with KV cache, however few sequences and however small weights are: then a smaller
+    share needs less, and more ranks where the weights do not fit it. A native rollout knows no share."""
+    rollout, layout = recipe.rollout, placement_of(recipe).layout
+    yield {"rollout.sequences_per_rank": max(1, rollout.sequences_per_rank // 2)}
+    more: dict[str, object] = {"rollout.layout.tp": 2 * layout.tp}
+    if layout.ep > 1:
+        more["rollout.layout.ep"] = 2 * layout.ep
+    for changes in ({}, more):
+        yield changes
+        if rollout.backend != "native":
+            for part in (0.75, 0.5):
+                share = math.floor(100 * part * rollout.memory_fraction) / 100
+                yield {**changes, "rollout.memory_fraction": share}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quintet.plan.offload import SPARE_SHARE
 
@@ -23,38 +23,49 @@ class Held:
     elsewhere: int
 
 
-def out_of_memory(
-    phase: str,
-    said: str,
-    held: Held | None,
-    planned: Mapping[str, int] | None = None,
-    settings: Sequence[tuple[str, int]] = (),
-) -> str:
-    """Return the message, which goes on after "Rank 3: ". said: by torch or NCCL. held: None on a CPU. planned: by `fullest_rank`, None for a
-    process that does not train. settings: by `cheaper`; named are those that fit, or else those that need least."""
+@dataclass(frozen=True)
+class Needs:
+    """What the memory formula says of a rank: parts, in bytes, {} where it says nothing; settings with which it needs less, and the bytes
+    of that. The rest are words of the message: what a rank does that needs so much, what comes on top, and who else holds memory of the
+    device and how they take less."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    settings: Sequence[tuple[str, int]] = ()
+    doing: str = "trains"
+    on_top: str = "a rollout"
+    others: str = "a rollout beside it"
+    less_of_others: str = (
+        "A rollout in a process of its own takes less with a smaller rollout.memory_fraction, a native one with a smaller "
+        "rollout.sequences_per_rank, and with rollout.sleep_level=2 little while others compute."
+    )
+
+
+def out_of_memory(phase: str, said: str, held: Held | None, needs: Needs) -> str:
+    """Return the message, which goes on after "Rank 3: ". said: by torch or NCCL. held: None on a CPU. Of the settings those are named that
+    fit, or else those that need least."""
     where = "GPU memory" if held else "memory"
     text = f"out of {where} in {phase} ({said})."
     if held:
         text += (
             f" Of the device's {held.total / GIB:.1f} GiB this process's tensors held {held.tensors / GIB:.1f}, its allocator kept "
-            f"{held.kept / GIB:.1f} for more, and {held.elsewhere / GIB:.1f} were other processes' (a rollout beside it) and CUDA's own."
+            f"{held.kept / GIB:.1f} for more, and {held.elsewhere / GIB:.1f} were other processes' ({needs.others}) and CUDA's own."
         )
-    if planned is not None:
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in planned.items())
-        total = sum(planned.values()) / GIB
-        text += f"\nWhile it trains the fullest rank needs about {total:.1f} GiB by the memory formula ({parts}), and a rollout on top."
-    if settings:
+    planned = sum(needs.parts.values())
+    if needs.parts:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.parts.items())
+        text += (
+            f"\nWhile it {needs.doing} the fullest rank needs about {planned / GIB:.1f} GiB by the memory formula ({parts}), and "
+            f"{needs.on_top} on top."
+        )
+    if needs.settings:
         room = (1 - SPARE_SHARE) * (held.total - held.elsewhere) if held else 0
-        fitting = [one for one in settings if one[1] <= room]
-        if planned is None or sum(planned.values()) <= room or not fitting:
+        fitting = [one for one in needs.settings if one[1] <= room]
+        if planned <= room or not fitting:
             # Nothing tells what would do.
-            room, fitting = 0, sorted(settings, key=lambda one: one[1])
+            room, fitting = 0, sorted(needs.settings, key=lambda one: one[1])
         named = "; ".join(f"{key} ({size / GIB:.1f} GiB)" for key, size in fitting[:NAMED])
         fits = f" and fits {room / GIB:.1f} GiB" if room else ""
         text += f"\nWhat needs less{fits}, by the same formula: {named}."
     if held and held.elsewhere > held.total // 4:
-        text += (
-            "\nA rollout in a process of its own takes less with a smaller rollout.memory_fraction, and with rollout.sleep_level=2 little while "
-            "others compute."
-        )
+        text += "\n" + needs.less_of_others
     return text

@@ -17,6 +17,7 @@ from quintet.cluster.lane import listening
 from quintet.cluster.progress import Progress, turn
 from quintet.cluster.worker import Place, Worker
 from quintet.errors import RolloutMismatch, SyncFailure, SyncMismatch, UserError, WorkerFailure
+from quintet.plan.out_of_memory import Needs
 
 
 class Light(Worker):
@@ -121,8 +122,8 @@ class Collective(Light):
         dist.all_reduce(x)
         return x.item()
 
-    def memory_needed(self) -> tuple[dict[str, int], list[tuple[str, int]]]:
-        return {"parameters": 3 << 30, "other": 1 << 29}, [("engine.recompute=full", 1 << 30)]
+    def memory_needed(self, device_bytes: int | None) -> Needs:
+        return Needs({"parameters": 3 << 30, "other": 1 << 29}, [("engine.recompute=full", 1 << 30)])
 
     def meet(self, hows: list[str]) -> float:
         """`hows[rank]`: 'come' enters an all_reduce; anything else happens instead, a micro-batch earlier."""

@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoConfig
 
 from quintet.data.tokenizer import build_char_tokenizer
-from quintet.plan.fullest import cheaper, fullest_rank
+from quintet.plan.fullest import cheaper, cheaper_rollout, fullest_rank, setup_of
 from quintet.plan.offload import with_shares
-from quintet.plan.out_of_memory import GIB, Held, out_of_memory
+from quintet.plan.out_of_memory import GIB, Held, Needs, out_of_memory
+from quintet.plan.rollout import rollout_bytes, without_room
 from quintet.recipe.loader import load_recipe
 from quintet.recipe.rules import shape_of
 from tests.oracle.models import of_config
@@ -68,17 +69,19 @@ def test_what_is_wrong_already_is_no_reason_to_name_nothing(recipe: Any) -> None
 def test_the_message_names_what_held_how_much() -> None:
     held = Held(total=80 * GIB, tensors=50 * GIB, kept=4 * GIB, elsewhere=25 * GIB)
     settings = [(f"engine.recompute={n}", n * GIB) for n in range(6)]
-    text = out_of_memory("train", "2.50 GiB more were asked for", held, {"parameters": 3 * GIB}, settings)
+    text = out_of_memory(
+        "train", "2.50 GiB more were asked for", held, Needs({"parameters": 3 * GIB}, settings)
+    )
     assert text == (
         "out of GPU memory in train (2.50 GiB more were asked for). Of the device's 80.0 GiB this process's tensors held 50.0, its "
         "allocator kept 4.0 for more, and 25.0 were other processes' (a rollout beside it) and CUDA's own.\n"
         "While it trains the fullest rank needs about 3.0 GiB by the memory formula (parameters 3.0), and a rollout on top.\n"
         "What needs less, by the same formula: engine.recompute=0 (0.0 GiB); engine.recompute=1 (1.0 GiB); engine.recompute=2 (2.0 GiB); "
         "engine.recompute=3 (3.0 GiB).\n"
-        "A rollout in a process of its own takes less with a smaller rollout.memory_fraction, and with rollout.sleep_level=2 little while "
-        "others compute."
+        "A rollout in a process of its own takes less with a smaller rollout.memory_fraction, a native one with a smaller "
+        "rollout.sequences_per_rank, and with rollout.sleep_level=2 little while others compute."
     )
-    assert out_of_memory("generate", "no room", None) == "out of memory in generate (no room)."
+    assert out_of_memory("generate", "no room", None, Needs()) == "out of memory in generate (no room)."
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,9 @@ def test_what_fits_is_named_first_as_it_costs(planned: int, sizes: list[int], sa
     """Where nothing would fit, or what ran out of memory was to fit by the same formula, what needs least comes first."""
     held = Held(total=80 * GIB, tensors=50 * GIB, kept=4 * GIB, elsewhere=25 * GIB)
     settings = [(f"s{n}", size * GIB) for n, size in enumerate(sizes)]
-    assert f"What needs less{said}" in out_of_memory("train", "x", held, {"all": planned * GIB}, settings)
+    assert f"What needs less{said}" in out_of_memory(
+        "train", "x", held, Needs({"all": planned * GIB}, settings)
+    )
 
 
 def test_what_costs_little_is_named_before_what_costs_more(recipe: Any) -> None:
@@ -137,3 +142,68 @@ def test_what_is_decided_breaks_no_rule_that_advice_is_judged_by(recipe: Any) ->
     decided, _ = with_shares(asked, shape, "train", 4 * GIB)
     assert decided.engine.offload_params == 1.0
     assert dict(cheaper(decided, shape, "train", asked)).keys() >= dict(cheaper(asked, shape, "train")).keys()
+
+
+@pytest.mark.parametrize(
+    ("backend", "named"),
+    [
+        (["rollout.own_processes=true"], {"rollout.sequences_per_rank=128", "rollout.layout.tp=2"}),
+        (
+            ["rollout.own_processes=true", "rollout.layout.tp=4"],
+            {"rollout.sequences_per_rank=128"},  # of 4 ranks none can be a copy of 8
+        ),
+        (
+            ["rollout.backend=vllm"],
+            {
+                "rollout.memory_fraction=0.37",
+                "rollout.memory_fraction=0.25",
+                "rollout.layout.tp=2 rollout.memory_fraction=0.37",
+                "rollout.layout.tp=2 rollout.memory_fraction=0.25",
+            },
+        ),
+    ],
+    ids=["native", "native on all ranks", "vllm"],
+)
+def test_settings_with_which_a_rollout_needs_less(recipe: Any, backend: list[str], named: set[str]) -> None:
+    made = recipe(*backend)
+    shape = shape_of(made)
+    assert shape is not None
+    found = dict(cheaper_rollout(made, shape, GIB))
+    assert found.keys() == named
+    now = sum(rollout_bytes(made, setup_of(made, shape), GIB))
+    for setting, needs in found.items():
+        other = recipe(*backend, *setting.split())
+        assert sum(rollout_bytes(other, setup_of(other, shape), GIB)) == needs < 0.95 * now
+
+
+def test_a_share_that_weights_do_not_fit_is_not_named(recipe: Any) -> None:
+    made = recipe("rollout.backend=vllm", "rollout.sequences_per_rank=1", "rollout.memory_fraction=0.5")
+    shape = shape_of(made)
+    assert shape is not None
+    setup = setup_of(made, shape)
+    weights, sample = rollout_bytes(made, setup, None)
+    device = int(1.9 * (weights + sample))  # half of which is too little
+    assert without_room(made, setup, device)
+    found = [key for key, _ in cheaper_rollout(made, shape, device)]
+    assert found[0] == "rollout.layout.tp=2"
+    assert not any(key.startswith("rollout.memory_fraction") for key in found)
+
+
+def test_the_message_of_a_rollout_is_about_rollouts() -> None:
+    held = Held(total=80 * GIB, tensors=30 * GIB, kept=4 * GIB, elsewhere=40 * GIB)
+    needs = Needs(
+        {"weights": 3 * GIB, "KV cache": 37 * GIB},
+        [("rollout.memory_fraction=0.3", 24 * GIB)],
+        doing="generates",
+        on_top="what it computes",
+        others="training state",
+        less_of_others="Less stays with engine.offload_params.",
+    )
+    assert out_of_memory("generate", "x", held, needs) == (
+        "out of GPU memory in generate (x). Of the device's 80.0 GiB this process's tensors held 30.0, its allocator kept 4.0 for more, and "
+        "40.0 were other processes' (training state) and CUDA's own.\n"
+        "While it generates the fullest rank needs about 40.0 GiB by the memory formula (weights 3.0, KV cache 37.0), and what it computes on "
+        "top.\n"
+        "What needs less and fits 38.0 GiB, by the same formula: rollout.memory_fraction=0.3 (24.0 GiB).\n"
+        "Less stays with engine.offload_params."
+    )
