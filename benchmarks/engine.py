@@ -26,13 +26,13 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.busy import busy
+from benchmarks.engine_recipe import OPTIONS, recipe_of
 from benchmarks.engine_work import (
     MICROBATCHES,
     MODELS,
@@ -46,17 +46,8 @@ from benchmarks.options import need_gpus, parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 from quintet.errors import UserError
-from quintet.recipe.hub import shapes_alone
-from quintet.recipe.loader import load_recipe
 
 SIDES = ("raw", "quintet")
-OPTIONS = {
-    "tokens_per_microbatch_per_rank": "--tokens",
-    "backend": "--backend",
-    "recompute": "--recompute",
-    "recompute_modules": "--recompute-modules",
-}
-"""Keys of a recipe's section engine that have an option of their own."""
 UNSEEN = 2
 """Steps before the first that is measured, where those that are measured are to be new."""
 BACKENDS = {"te": "transformer_engine", "portable": "portable"}
@@ -379,13 +370,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     whole = MODELS[args.shape].shape.layers
     if max(args.layers or (0,)) > whole:
         parser.error(f"--layers {max(args.layers)}: {args.shape} has {whole}")
-    for key in (one.partition("=")[0] for one in args.engine):
+    for key, equals, _ in (one.partition("=") for one in args.engine):
+        if not equals:
+            parser.error(f"--engine {key}: expected key=value")
         if key in OPTIONS:
             parser.error(f"--engine {key}: use {OPTIONS[key]}")
     backends = [] if args.worker else backends_of(args)
-    for backend, layers in itertools.product(backends, args.layers or [whole]):
+    for setup in itertools.chain.from_iterable(setups_of(args, backend) for backend in backends):
         try:
-            check_recipe(args, backend, layers)
+            with recipe_of(setup):
+                pass  # refused in a recipe's words is what a recipe that says the same is refused for
         except UserError as error:
             parser.error(str(error))
     return args
@@ -396,26 +390,28 @@ def backends_of(args: argparse.Namespace) -> list[str]:
     return args.backend or (["portable"] if args.shape in TINY else list(BACKENDS))
 
 
-def check_recipe(args: argparse.Namespace, backend: str, layers: int) -> None:
-    """Raise UserError, in a recipe's words, for what a recipe that says the same is refused for."""
-    said = {
-        "cluster.ranks": args.gpus,
-        **{f"layout.{axis}": size for axis, size in args.layout.items()},
-        "engine.tokens_per_microbatch_per_rank": args.tokens or MODELS[args.shape].tokens,
-        "engine.backend": BACKENDS[backend],
-        "engine.recompute": args.recompute,
-        "engine.recompute_modules": args.recompute_modules,
-        "optimizer.cpu_fraction": args.cpu_fraction,
-        # What a recipe has besides, with samples that fit anywhere.
-        "sft": {},
-        "data.max_prompt_tokens": 1,
-        "rollout.max_response_tokens": 1,
-    }
-    overrides = [f"{key}={json.dumps(value)}" for key, value in said.items()]
-    with tempfile.TemporaryDirectory() as model, shapes_alone():
-        config = MODELS[args.shape].config | {"num_hidden_layers": layers}
-        (Path(model) / "config.json").write_text(json.dumps(config))
-        load_recipe(model, [*overrides, *(f"engine.{one}" for one in args.engine)], command="sft")
+def setups_of(args: argparse.Namespace, backend: str) -> list[Setup]:
+    """What is measured with a back end, by depth."""
+    return [
+        setup_of(
+            args.shape,
+            backend=BACKENDS[backend],
+            gpus=args.gpus,
+            layout=args.layout,
+            recompute=args.recompute,
+            recompute_modules=args.recompute_modules,
+            layers=layers,
+            balance=args.balance,
+            ragged=args.ragged,
+            busy=args.busy,
+            cpu_fraction=args.cpu_fraction,
+            engine=parse_engine(args.engine),
+            tokens=args.tokens,
+            microbatches=args.microbatches,
+            steps=args.steps,
+        )
+        for layers in args.layers or [None]
+    ]
 
 
 def work(side: str, setup: Setup) -> None:
@@ -439,26 +435,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process of it stays behind
     names = [args.only] if args.only else list(SIDES)
     for backend in backends_of(args):
-        setups = [
-            setup_of(
-                args.shape,
-                backend=BACKENDS[backend],
-                gpus=args.gpus,
-                layout=args.layout,
-                recompute=args.recompute,
-                recompute_modules=args.recompute_modules,
-                layers=layers,
-                balance=args.balance,
-                ragged=args.ragged,
-                busy=args.busy,
-                cpu_fraction=args.cpu_fraction,
-                engine=parse_engine(args.engine),
-                tokens=args.tokens,
-                microbatches=args.microbatches,
-                steps=args.steps,
-            )
-            for layers in args.layers or [None]
-        ]
+        setups = setups_of(args, backend)
         measured = []
         for setup in setups:
             metrics, versions = measure(setup, names, args)

@@ -206,14 +206,18 @@ class Setup:
         return self.gpus // (self.size("tp") * self.size("pp") * self.size("cp"))
 
     @property
-    def shape(self) -> ModelShape:
-        config = MODELS[self.model].config
+    def config(self) -> dict[str, Any]:
+        """The model's, cut."""
         cut = {
             "num_hidden_layers": self.layers,
             "vocab_size": self.vocab_size,
             "num_experts": self.experts,
         }
-        return family_of(config).shape_of(config | {key: size for key, size in cut.items() if size})
+        return MODELS[self.model].config | {key: size for key, size in cut.items() if size}
+
+    @property
+    def shape(self) -> ModelShape:
+        return family_of(self.config).shape_of(self.config)
 
     @property
     def engine_recipe(self) -> schema.Engine:

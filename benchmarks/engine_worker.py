@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import cycle, islice
 from typing import Any, TextIO
@@ -24,8 +25,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from benchmarks.engine import device_name
+from benchmarks.engine_recipe import needs_of
 from benchmarks.engine_work import TRAINED_FROM, Setup
+from benchmarks.sides import FAILED
 from benchmarks.timing import launch_us, timed
+from quintet.cluster.memory_errors import device_held, says_no_memory
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -37,6 +41,7 @@ from quintet.engine.weights.shards import Shard, shard_map
 from quintet.models import ModelShape
 from quintet.packing.plan import RankCell
 from quintet.plan.kernels import with_kernels
+from quintet.plan.out_of_memory import out_of_memory
 from quintet.recipe import schema
 from quintet.runs.process import cores_here
 
@@ -150,33 +155,50 @@ def _tokens(setup: Setup, step: int, dp_rank: int) -> list[list[Tensor]]:
 
 
 def serve(side: str, setup: Setup, answers: TextIO) -> None:
-    """Answer the parent's commands until it says quit."""
-    device = join()
-    if setup.cpu_fraction:
-        torch.set_num_threads(max(1, cores_here() // setup.gpus))  # as a run gives such a rank
-    optimizer = OPTIMIZER.model_copy(update={"cpu_fraction": setup.cpu_fraction})
-    loop = _loop(side, setup, optimizer, device)
-    for step in range(setup.steps):
-        loop.prepare(step, _tokens(setup, step, loop.dp_rank))
-    order = cycle(range(setup.steps))
-    settle(device)
-    ready = {
-        "versions": _versions(setup),
-        "launch_us": launch_us(device),
-        "kernels": getattr(loop, "kernels", ""),
-    }
+    """Answer the parent's commands until it says quit, or until there is no memory left: then that is the answer."""
+    with no_memory_told("setup", setup, answers):
+        device = join()
+        if setup.cpu_fraction:
+            torch.set_num_threads(max(1, cores_here() // setup.gpus))  # as a run gives such a rank
+        optimizer = OPTIMIZER.model_copy(update={"cpu_fraction": setup.cpu_fraction})
+        loop = _loop(side, setup, optimizer, device)
+        for step in range(setup.steps):
+            loop.prepare(step, _tokens(setup, step, loop.dp_rank))
+        order = cycle(range(setup.steps))
+        settle(device)
+        ready = {
+            "versions": _versions(setup),
+            "launch_us": launch_us(device),
+            "kernels": getattr(loop, "kernels", ""),
+        }
     print(json.dumps(ready), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "quit":
             break
-        if command["do"] == "burst":
-            answer = _burst(loop, order, command, device)
-        else:
-            answer = {"table": _profile(loop, next(order), device)}
-        settle(device)
+        with no_memory_told(command["do"], setup, answers):
+            if command["do"] == "burst":
+                answer = _burst(loop, order, command, device)
+            else:
+                answer = {"table": _profile(loop, next(order), device)}
+            settle(device)
         print(json.dumps(answer), file=answers)
     dist.destroy_process_group()
+
+
+@contextmanager
+def no_memory_told(phase: str, setup: Setup, answers: TextIO) -> Iterator[None]:
+    """Answer with what a run would say of memory that does not suffice, and end."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        said = says_no_memory(error)
+        if said is None:
+            raise
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+        needs = needs_of(setup, device)
+        print(json.dumps({FAILED: out_of_memory(phase, said, device_held(device), needs)}), file=answers)
+        raise SystemExit(1) from None
 
 
 def join() -> torch.device:

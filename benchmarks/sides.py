@@ -14,6 +14,9 @@ from typing import Any, TextIO
 
 from benchmarks.records import ROOT
 
+FAILED = "failed"
+"""Key of an answer that is a rank's last: why."""
+
 
 class Side:
     """The ranks of one side, as processes that wait for commands.
@@ -56,15 +59,22 @@ class Side:
             )
 
     def answer(self) -> list[dict[str, Any]]:
-        """One answer a rank. SystemExit with the end of the log when a rank ends or is silent for `timeout_s`."""
-        answers = []
-        for rank in self._ranks:
-            ready, _, _ = select.select([rank.stdout], [], [], self.timeout_s)
-            line = rank.stdout.readline() if ready else ""  # type: ignore[union-attr]
-            if not line:
-                self._fail("ended" if ready else f"was silent for {self.timeout_s:.0f} s")
-            answers.append(json.loads(line))
-        return answers
+        """One answer a rank. SystemExit with what a rank says of its failure (FAILED), or with the end of the log when one ends or all are silent for
+        `timeout_s`. Whoever fails first: the others may wait for it, or fail after it."""
+        answers: dict[int, dict[str, Any]] = {}
+        while waiting := {one.stdout: n for n, one in enumerate(self._ranks) if n not in answers}:
+            ready, _, _ = select.select(list(waiting), [], [], self.timeout_s)
+            if not ready:
+                self._fail(f"was silent for {self.timeout_s:.0f} s")
+            lines = {waiting[stream]: stream.readline() for stream in ready}  # type: ignore[union-attr]
+            answers |= {rank: json.loads(line) for rank, line in lines.items() if line}
+            for rank, answer in answers.items():
+                if FAILED in answer:
+                    self.kill()
+                    raise SystemExit(f"{self.name}, rank {rank}: {answer[FAILED]}")
+            if not all(lines.values()):
+                self._fail("ended")
+        return [answers[rank] for rank in range(len(self._ranks))]
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
         self._tell(command)

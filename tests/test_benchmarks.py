@@ -1,5 +1,6 @@
 """The benchmarks' plumbing: records that can be trusted, and work that both sides share."""
 
+import io
 import json
 import math
 import random
@@ -15,6 +16,7 @@ import torch
 from benchmarks import plan, proof
 from benchmarks.engine import arguments as engine_arguments
 from benchmarks.engine import fitted
+from benchmarks.engine_recipe import as_options
 from benchmarks.engine_work import MODELS, REAL, Setup, parse_engine, peak_flops, setup_of
 from benchmarks.fingerprints import experts, measure
 from benchmarks.fingerprints import items as fingerprinted
@@ -24,6 +26,7 @@ from benchmarks.records import RESULTS, command, merged, read_records, record, w
 from benchmarks.rollout import arguments, records_of
 from benchmarks.rollout_work import CONFIGS, LONG_TAIL, cases_of
 from benchmarks.routes import Overhead
+from benchmarks.sides import FAILED
 from benchmarks.step import main as time_steps
 from benchmarks.step import work_of as step_work
 from benchmarks.step import write_inputs
@@ -314,6 +317,55 @@ def test_what_the_raw_loop_cannot_do_it_refuses(layout: dict[str, Any], what: st
 
     with pytest.raises(SystemExit, match=f"has no {what}: measure it with --only quintet"):
         engine_raw._refuse(setup_of("tiny", backend="portable", gpus=2, layout=layout))
+
+
+@pytest.mark.parametrize("phase", ["setup", "burst"])
+def test_a_rank_without_memory_answers_with_what_needs_less_in_options(monkeypatch, phase: str) -> None:
+    from benchmarks import engine_worker
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+
+    class Loop:
+        dp_rank = 0
+        prepare = full if phase == "setup" else lambda *_: None
+        step = full
+
+    monkeypatch.setattr(engine_worker, "join", lambda: torch.device("cpu"))
+    monkeypatch.setattr(engine_worker, "settle", lambda _: None)
+    monkeypatch.setattr(engine_worker, "_loop", lambda *_: Loop())
+    monkeypatch.setattr(sys, "stdin", ['{"do": "burst", "warmup": 1, "steps": 1}'])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    answers = io.StringIO()
+    setup = setup_of("qwen3-30b-a3b", backend="portable", gpus=4, layout={"ep": 4}, layers=12)
+    with pytest.raises(SystemExit):
+        engine_worker.serve("quintet", setup, answers)
+    told = json.loads(answers.getvalue().splitlines()[-1])[FAILED]
+    assert told.startswith(
+        f"out of memory in {phase} (2.50 GiB more were asked for).\nWhile it trains the fullest"
+    )
+    (advice,) = (line for line in told.splitlines() if line.startswith("What needs less"))
+    for options in ("--tokens 8192", "--recompute full"):
+        assert f"{options} (" in advice
+    assert "engine." not in advice
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        (
+            "engine.recompute=selective engine.recompute_modules=[mlp_act,layernorm]",
+            "--recompute selective --recompute-modules mlp_act,layernorm",
+        ),
+        ("engine.recompute=full engine.recompute_modules=null", "--recompute full no --recompute-modules"),
+        ("layout.pp=2", "--layout tp=2,sp=true,pp=2"),
+        ("optimizer.cpu_fraction=1.0", "--cpu-fraction 1.0"),
+        ("engine.distributed_optimizer=true", "--engine distributed_optimizer=true"),
+    ],
+)
+def test_keys_of_a_recipe_are_told_as_options(settings: str, options: str) -> None:
+    setup = setup_of("qwen3-8b", backend="portable", gpus=8, layout={"tp": 2, "sp": True})
+    assert as_options(settings, setup) == options
 
 
 def test_peaks_are_those_of_the_card() -> None:
