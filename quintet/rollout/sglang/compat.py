@@ -102,6 +102,14 @@ def free_share(devices: int) -> float:
     return (free - max(used) + used[0]) / total
 
 
+def used_bytes(devices: int) -> int:
+    """Return the bytes in use on this process's first devices, by all processes: see `free_share`."""
+    from torch import cuda
+
+    free, total = cuda.mem_get_info(0)
+    return total - free + sum(map(cuda.device_memory_used, range(1, devices)))
+
+
 @contextlib.contextmanager
 def _put_back(names: MutableMapping[str, Any]) -> Iterator[None]:
     """After the block a mapping is what it was; it is never empty in between, for other threads read it."""

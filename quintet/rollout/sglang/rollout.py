@@ -59,7 +59,8 @@ class SglangRollout(ExternalEngineRollout):
         progress: Progress = lambda done: None,
     ) -> None:
         compat.prepare(device)
-        free = compat.free_share(placement_of(recipe).devices_per_copy)
+        self._devices = placement_of(recipe).devices_per_copy
+        free = compat.free_share(self._devices)
         engine = SglangEngine(engine_arguments(recipe, model_dir, free))
         super().__init__(recipe, model_dir, engine, decode, progress)
         self._totals = dict.fromkeys(COUNTS.values(), 0.0)
@@ -123,15 +124,19 @@ class SglangRollout(ExternalEngineRollout):
             raise QuintetError(
                 "SGLang was made with rollout.sleep_level=2, and keeps no copy of weights that sleep"
             )
+        used = compat.used_bytes(self._devices)
         self._engine.release(sorted(parts))
         self._asleep |= parts
         self._forgot = self._forgot or ("weights" in parts and self._recipe.sleep_level != 1)
-        return 0  # SGLang does not tell
+        return max(used - compat.used_bytes(self._devices), 0)
 
     def wake(self, part: Part) -> int:
         """Take memory again. After level 2 the weights are undefined until `update_weights`."""
-        if part in self._asleep:
-            self._engine.restore([part])
-            self._asleep.discard(part)
-            self._go_on()
-        return 0
+        if part not in self._asleep:
+            return 0
+        used = compat.used_bytes(self._devices)
+        self._engine.restore([part])
+        came = max(compat.used_bytes(self._devices) - used, 0)
+        self._asleep.discard(part)
+        self._go_on()
+        return came

@@ -19,6 +19,14 @@ LAYERS, TOP_K = 4, 2
 TOKENS = 10_000
 """That its KV cache holds."""
 
+SIZES = {"weights": 20, "kv_cache": 30}
+"""Of a device's 100 bytes."""
+
+
+def in_use(engines: list[Engine]) -> int:
+    """Bytes of each device that engines have."""
+    return sum(size for one in engines for part, size in SIZES.items() if part not in one.asleep)
+
 
 class Engine:
     """srt/entrypoints/engine.py: what quintet calls of it. `tokenizer_manager` is the engine itself."""

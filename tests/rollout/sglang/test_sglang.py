@@ -557,6 +557,8 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(compat, "free_share", lambda devices: 1.0)
     monkeypatch.setattr(compat, "release", lambda engine, parts: engine.release(list(parts)))
     monkeypatch.setattr(compat, "restore", lambda engine, parts: engine.restore(list(parts)))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (100 - stand_in.in_use(made), 100))
+    monkeypatch.setattr("torch.cuda.device_memory_used", lambda device: 10 * device + stand_in.in_use(made))
     return made
 
 
@@ -758,6 +760,20 @@ def test_it_generates_once_awake_and_never_with_weights_it_forgot(start, level):
     else:
         with pytest.raises(QuintetError, match="weights are undefined"):
             rollout.generate(*ask)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_what_leaves_and_comes_is_told_of_all_devices(start, devices):
+    """By how their memory in use changes: SGLang itself does not tell."""
+    rollout = start(sleep_level=1, layout={"tp": devices})
+    weights, cache = (devices * stand_in.SIZES[part] for part in ("weights", "kv_cache"))
+    assert rollout.sleep(0) == cache
+    assert rollout.sleep(1) == weights
+    assert rollout.sleep(1) == 0
+    assert rollout.wake("weights") == weights
+    assert rollout.wake("weights") == 0
+    assert rollout.wake("kv_cache") == cache
+    assert rollout.sleep(1) == weights + cache
 
 
 def test_no_bucket_stays_on_the_device(start, monkeypatch):
