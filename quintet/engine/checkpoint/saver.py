@@ -42,9 +42,9 @@ WRITERS = 4
 FILE_BYTES = 256 << 20
 """Less than this is not worth another file."""
 SEAL_BYTES = 32
-BUFFER_BYTES = 128 << 20
-"""Memory comes in buffers of this size, or of one tensor's if that is larger: torch rounds each pinned allocation up to
-a power of two."""
+BUFFER_BYTES = 128 << 20, 1 << 30
+"""Memory comes in buffers of powers of two from the first to the second, the largest that is filled, or of one tensor's size if that is
+larger: torch rounds each pinned allocation up to a power of two, and what the next tensor does not fit into is lost."""
 _ALIGN = 64
 
 
@@ -96,18 +96,19 @@ class _Staging:
     def _room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Empty tensors of the same types and sizes: buffers are filled in order, each as far as the next one fits."""
         found, number, used = [], 0, 0
+        left, (least, most) = sum(tensor.nbytes for tensor in tensors), BUFFER_BYTES
         for tensor in tensors:
             size = tensor.nbytes
             while number < len(self._buffers) and used + size > len(self._buffers[number]):
                 number, used = number + 1, 0
             if number == len(self._buffers):
-                pinned = torch.cuda.is_available()
-                self._buffers.append(
-                    torch.empty(max(BUFFER_BYTES, size), dtype=torch.uint8, pin_memory=pinned)
-                )
+                pinned, room = torch.cuda.is_available(), 1 << left.bit_length() >> 1
+                room = max(size, least, min(room, most))
+                self._buffers.append(torch.empty(room, dtype=torch.uint8, pin_memory=pinned))
                 used = 0
             found.append(_owning(self._buffers[number], used, tensor))
             used += -(-size // _ALIGN) * _ALIGN
+            left -= size
         return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from quintet.engine.checkpoint.saver import _Staging
 from tests.engine.checkpoint.ranks import held, release
 from tests.patience import held_bytes, status_bytes
 
@@ -81,3 +82,13 @@ def test_host_memory(pool, tmp_path):
     assert found["first save"] < found["state"] + 128 + 32  # its last buffer need not be full
     assert found["third save"] < 32
     assert found["load"] < found["state"] + 2 * chunk + 32
+
+
+@pytest.mark.parametrize("mib", [1, 28, 56, 64])
+def test_buffers_are_filled(mib):
+    """56: an expert's matrix of DeepSeek-V3 in fp32, of which two leave 16 MiB of 128."""
+    staging, tensors = _Staging(), [torch.empty(mib * MIB, dtype=torch.uint8, device="meta")] * 43
+    copies = staging._room(tensors)
+    assert sum(map(len, staging._buffers)) < 1.06 * 43 * mib * MIB + 128 * MIB
+    assert [staging._room(tensors)[n].data_ptr() for n in (0, 42)] == [copies[n].data_ptr() for n in (0, 42)]
+    assert all(len(one) & (len(one) - 1) == 0 for one in staging._buffers)
