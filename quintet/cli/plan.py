@@ -99,9 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     _table(stages)
     full = max(stages, key=lambda one: one.device[one.fullest])
     print(
-        f"Fullest: {_ranks_like(full, stages, ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB; "
-        f"host memory of a node up to {max(one.host for one in stages) / GIB:.0f} GiB."
+        f"Fullest: {_ranks_like(full, stages, ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB."
     )
+    print(_of_host(stages))
     if recipe.engine.fp8 is not None:
         print(in_8_bits(recipe, shape, arguments.gpu or USUAL))
     if arguments.gpu is not None:
@@ -130,6 +130,19 @@ def run(arguments: argparse.Namespace) -> int:
     if narrow is not None:
         print(f"generate: {narrow}")
     return MISFIT if over or narrow else 0
+
+
+def _of_host(stages: Sequence[StagePlan]) -> str:
+    """Host memory of the fullest node at each moment, and what needs less of it."""
+    most = {moment: max(one.host[moment] for one in stages) / GIB for moment in stages[0].host}
+    said = f"Host memory of a node: up to {most['steps']:,.0f} GiB in steps"
+    load = f", {most['load']:,.0f} while a checkpoint is loaded." if most["load"] else "."
+    if most["save"] == most["steps"]:
+        return f"{said}{load}"
+    return (
+        f"{said}, {most['save']:,.0f} from the first save on, whose copies stay{load} More ranks need less, and with checkpoint.every_steps=0 "
+        "there are no copies, but nothing to go on from."
+    )
 
 
 def _ranks_like(full: StagePlan, stages: Sequence[StagePlan], ranks: int) -> str:
@@ -196,7 +209,7 @@ def _table(stages: Sequence[StagePlan]) -> None:
             str(one.stage),
             str(one.layers),
             f"{one.parameters / 1e9:.2f}B",
-            *(f"{size / GIB:.1f}" for size in (*one.device.values(), one.host)),
+            *(f"{size / GIB:.1f}" for size in (*one.device.values(), max(one.host.values()))),
         )
         for one in stages
     ]

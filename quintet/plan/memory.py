@@ -8,10 +8,11 @@ process has before any tensor (CUDA context, communication buffers), fragmentati
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quintet.plan.activations import of_chunk, workspace
-from quintet.plan.parameters import buffers, chunks
+from quintet.plan.parameters import Parameter, buffers, chunks
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.fp8 import experts_in_8_bits
 
@@ -29,6 +30,8 @@ class Memory:
     activations: all that micro-batches in flight keep. head: logits or values, and their gradients, while they
     exist. workspace: the most that the backward pass of a layer has besides. step_workspace: the same of the
     optimizer's update. copies: of weights in 8 bits (engine.fp8), while micro-batches are computed. host_optimizer: optimizer state in host memory (`optimizer.cpu_fraction`).
+    read, saved: what a load of a checkpoint takes of the host before the first step, beyond host_optimizer, and what saves copy there; of
+    ranks that hold the same each saves its part, but what tp does not cut, and an embedding on two stages, count for each.
     """
 
     parameters: int
@@ -40,6 +43,8 @@ class Memory:
     step_workspace: int = 0
     host_optimizer: int = 0
     copies: int = 0
+    read: int = 0
+    saved: int = 0
 
     @property
     def static(self) -> int:
@@ -70,6 +75,8 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
     parameters = frozen + padded if setup.engine.distributed_optimizer else held
     per_element, on_host = _state_bytes(setup)
     away = int(owned * setup.optimizer.cpu_fraction)
+    stored = [p for part in parts for p in part if p.trained or setup.lora is None]
+    sliced, states = setup.engine.distributed_optimizer, owned * per_element
     return Memory(
         parameters=parameters * setup.width,
         gradients=4 * padded,
@@ -80,7 +87,16 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
         workspace=workspace(setup),
         step_workspace=_update(setup, owned - away),
         copies=_copies(setup, place.pp),
+        # The copies of gradients that host_optimizer has are made by the first step.
+        read=sum(p.numel for p in stored) * setup.width + states - 4 * away,
+        saved=_in_turns(setup, stored, setup.width)
+        + (states if sliced else _in_turns(setup, (p for p in stored if p.trained), per_element)),
     )
+
+
+def _in_turns(setup: Setup, parameters: Iterable[Parameter], each: int) -> int:
+    """Bytes of which each of the ranks that hold the same writes its part, in the mean."""
+    return sum(p.numel * each // (setup.edp if p.expert else setup.dp_cp) for p in parameters)
 
 
 def packed_bytes(setup: Setup, stage: int = 0) -> int:

@@ -5,6 +5,9 @@ these are auto what has to leave such a device, or where its size is not known a
 rollout.memory_fraction of the device, or where that is not known its weights and the KV cache of rollout.sequences_per_rank of the longest
 samples. Of other roles what stays on the device counts in each phase, on their fullest stage. Not counted are what a process has before any
 tensor and fragmentation.
+
+Host memory that is pinned stays: what has left the devices once, and what a save has copied, whether it writes beside the next steps or not.
+Not counted is the copy of a reference policy that is saved once, after a warm-up.
 """
 
 from __future__ import annotations
@@ -25,17 +28,20 @@ from quintet.recipe.offload import KINDS, share_asked
 from quintet.recipe.rollout import placement_of
 
 PHASES = ("load", "generate", "logprob", "train", "sync", "save")
+READ_AT_ONCE = 8 * (64 << 20)
+"""As `quintet.engine.checkpoint.loader` has it: chunks of four threads, as they are read and as tensors."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Bytes on the fullest rank of a pipeline stage. device: by phase (PHASES). host: of all ranks of the stage that share a node."""
+    """Bytes on the fullest rank of a pipeline stage. device: by phase (PHASES). host: of all ranks of the stage that share a node, while a
+    checkpoint is loaded (load; 0 where there is none), in steps, and from the first save on (save)."""
 
     stage: int
     layers: int
     parameters: int
     device: dict[str, int]
-    host: int
+    host: dict[str, int]
 
     @property
     def fullest(self) -> str:
@@ -48,28 +54,15 @@ def plan_stages(recipe: schema.Recipe, shape: ModelShape, device_bytes: int | No
     setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
     generating = rollout_bytes(recipe, setup, device_bytes)
     away, level = leaves(recipe, shape, device_bytes)
-    plans = [_stage(recipe, setup, stage, generating, away, level) for stage in range(recipe.layout.pp)]
-    if not roles_of(recipe):
-        return plans
-    stay, leave = _of_roles(recipe, shape, away)
-    return [
-        replace(
-            one,
-            device={phase: size + stay for phase, size in one.device.items()},
-            host=one.host + leave * ranks_of_node(recipe),
-        )
-        for one in plans
+    held = memories(recipe, shape, "train") if roles_of(recipe) else {}
+    others = [
+        max(ranks, key=lambda one: one.static + one.host_optimizer)
+        for role, ranks in held.items()
+        if role != "policy"
     ]
-
-
-def _of_roles(recipe: schema.Recipe, shape: ModelShape, shares: Mapping[str, float]) -> tuple[int, int]:
-    """Bytes of all roles but the policy that stay on a device while they rest, and those on its host."""
-    stay = leave = 0
-    for role, ranks in memories(recipe, shape, "train").items():
-        if role != "policy":
-            stay += max(resting(one, shares) for one in ranks)
-            leave += max(_on_host(one, shares) for one in ranks)
-    return stay, leave
+    return [
+        _stage(recipe, setup, stage, generating, others, away, level) for stage in range(recipe.layout.pp)
+    ]
 
 
 def _stage(
@@ -77,6 +70,7 @@ def _stage(
     setup: Setup,
     stage: int,
     generating: tuple[int, int],
+    others: Sequence[Memory],
     shares: Mapping[str, float],
     level: int,
 ) -> StagePlan:
@@ -98,9 +92,15 @@ def _stage(
         + bytes_under_way(recipe, setup),
         "save": memory.static + awake,
     }
-    asleep = weights if colocated and level == 1 else 0
-    host = (_on_host(memory, shares) + asleep) * ranks_of_node(recipe)
-    return StagePlan(stage, len(layers), memory.parameters // setup.width, device, host)
+    stay = sum(resting(one, shares) for one in others)
+    host = _on_host(recipe, [memory, *others], shares, weights if colocated and level == 1 else 0)
+    return StagePlan(
+        stage,
+        len(layers),
+        memory.parameters // setup.width,
+        {phase: size + stay for phase, size in device.items()},
+        {moment: size * ranks_of_node(recipe) for moment, size in host.items()},
+    )
 
 
 def ranks_of_node(recipe: schema.Recipe) -> int:
@@ -108,10 +108,19 @@ def ranks_of_node(recipe: schema.Recipe) -> int:
     return min(recipe.cluster.ranks_per_node or recipe.cluster.ranks, recipe.cluster.ranks)
 
 
-def _on_host(memory: Memory, shares: Mapping[str, float]) -> int:
-    """Gradients leave without a copy."""
-    away = memory.parameters * shares["params"] + memory.optimizer * shares["optimizer"]
-    return int(away) + memory.host_optimizer
+def _on_host(
+    recipe: schema.Recipe, held: Sequence[Memory], shares: Mapping[str, float], asleep: int
+) -> dict[str, int]:
+    """By moment, of one rank of each role. asleep: of a rollout. Gradients leave without a copy; roles are loaded one after another."""
+    optimizer = sum(one.host_optimizer for one in held)
+    away = sum(int(one.parameters * shares["params"] + one.optimizer * shares["optimizer"]) for one in held)
+    saves = recipe.checkpoint.every_steps > 0
+    loads = saves or recipe.resume is not None
+    return {
+        "load": loads * (optimizer + max(one.read for one in held) + READ_AT_ONCE),
+        "steps": optimizer + away + asleep,
+        "save": optimizer + away + asleep + saves * sum(one.saved for one in held),
+    }
 
 
 def _scoring(setup: Setup, stage: int, layers: Sequence[int]) -> int:

@@ -39,21 +39,48 @@ def test_the_command_in_a_recipes_head_says_it_fits(capsys, recipe):
     ]
 
 
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*_h20.yaml")), ids=lambda path: path.stem)
+def test_a_recipes_head_says_what_a_host_needs(recipe, capsys):
+    """And what it comes to with twice the ranks, as the guide does."""
+    head = " ".join(recipe.read_text().partition("\nrun:")[0].replace("#", "").split())
+
+    def host(*words):
+        assert main(["plan", str(recipe), "--gpu-gib", "89", *words]) == 0
+        said = capsys.readouterr().out.partition("Host memory of a node: up to ")[2]
+        numbers = re.findall(r"([\d,]+)(?: GiB in steps| from the first save| while)", said)
+        assert ("with checkpoint.every_steps=0 there are no copies" in said) is (len(numbers) == 3)
+        return numbers
+
+    steps, saves, loads = host()
+    assert (
+        f"Host memory of a node: {steps} GiB in steps, {saves} from the first save on, {loads} while a "
+        "checkpoint is loaded." in head
+    )
+    assert host("checkpoint.every_steps=0") == [steps]
+    if twice := re.search(r"(cluster\.ranks=\d+) \(([\d,]+) with saves\)", head):
+        steps, saves, loads = host(twice[1])
+        assert saves == twice[2]
+        guide = " ".join(GUIDE.split())
+        assert (
+            f"{steps} GiB in steps, {saves} with saves and {loads} for loading (`{twice[1]}`;" in guide
+            or f"`{twice[1]}` {steps}, {saves} and {loads})" in guide
+        )
+
+
 def test_the_guide_says_what_comes_out(capsys, monkeypatch):
     monkeypatch.chdir(RECIPES.parent)
     (command, said) = re.findall(r"\$ quintet (plan [^\n]*)\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert main(command.split()) == 0
     assert capsys.readouterr().out.split() == said.split()
-    rows = re.findall(r"\| `(\w+_h20)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", GUIDE, re.MULTILINE)
-    rows = [row for row in rows if "|" not in row[-1]]
+    rows = re.findall(r"\| `(\w+_h20)`" + 6 * r" \| ([\d,.]+)" + r" \| [^|]* GB \|$", GUIDE, re.MULTILINE)
     assert len(rows) == 3
-    for name, *shown, _ in rows:
+    for name, *shown in rows:
         with shapes_alone():
             recipe = load_recipe(f"recipes/{name}.yaml")
             stages = plan_stages(recipe, shape_of(recipe), 89 << 30)
         most = [max(one.device[phase] for one in stages) / GIB for phase in ("train", "generate", "sync")]
-        host = max(one.host for one in stages) / GIB
-        assert shown == [*(f"{one:.1f}" for one in most), f"{host:,.0f}"], name
+        host = [max(one.host[moment] for one in stages) / GIB for moment in ("steps", "save", "load")]
+        assert shown == [*(f"{one:.1f}" for one in most), *(f"{one:,.0f}" for one in host)], name
 
 
 def test_the_guide_says_what_is_predicted():

@@ -20,6 +20,7 @@ from quintet.plan.activations import SINK_DIMS, kept_in_layer, of_chunk
 from quintet.plan.memory import CHUNK_LOGITS_BYTES, KEPT_LOGITS_BYTES, Memory, packed_bytes, rank_memory
 from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
+from tests.engine.checkpoint.ranks import parts_of
 from tests.engine.storage import held
 
 TOKENS = 512
@@ -182,15 +183,18 @@ STATIC: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def allocated(cases: list[Setup]) -> list[tuple[Place, dict[str, int]]]:
-    """On one rank: its place, and bytes by kind after a step, in each case."""
+def allocated(cases: list[Setup]) -> list[tuple[Place, dict[str, int], tuple[int, int]]]:
+    """On one rank: its place, and bytes by kind after a step, and of a checkpoint what it reads and what it saves, in each case."""
     found = []
     for case in cases:
         engine = build(case)
         if case.optimizer is not None:
             engine.optimizer_step()
         at = engine.mesh.coordinates
-        found.append((Place(**{axis: at[axis] for axis in ("pp", "dp", "cp", "edp")}), held(engine)))
+        place = Place(**{axis: at[axis] for axis in ("pp", "dp", "cp", "edp")})
+        parts = parts_of(engine)
+        both = [sum(p.flat.nbytes for p in parts if p.saved or not saved) for saved in (False, True)]
+        found.append((place, held(engine), tuple(both)))
     return found
 
 
@@ -200,10 +204,21 @@ def test_static_parts_are_exact(pool, ranks):
     cases = [setup(family, n, **how) for family, n, how in STATIC if n == ranks]
     results = pool.run(allocated, ranks, cases)
     for number, case in enumerate(cases):
-        for place, kinds in (rank[number] for rank in results):
-            formula = rank_memory(case, place)
+        of_all = [(rank_memory(case, rank[number][0]), rank[number]) for rank in results]
+        for formula, (place, kinds, _) in of_all:
             found = (formula.parameters, formula.gradients, formula.optimizer)
             assert found == tuple(kinds.values()), (case.shape.family, case.layout, case.dtype, place)
+        if case.optimizer is not None:
+            check_host([(formula, both) for formula, (*_, both) in of_all], case)
+
+
+def check_host(ranks: list[tuple[Memory, tuple[int, int]]], case: Setup) -> None:
+    """Each rank reads what the formula says, but for the routers' biases and, of norms that tp repeats, one rank's; and all together
+    save little less: what tp repeats, of adapters much, and a tied embedding are counted twice."""
+    for formula, (read, _) in ranks:
+        assert read == pytest.approx(formula.read, rel=1e-3), (case.shape.family, case.layout)
+    said, saved = (sum(both) for both in zip(*((one.saved, both[1]) for one, both in ranks), strict=True))
+    assert saved * (1 - 1e-5) <= said <= saved * (1.1 if case.lora is None else 1.7), case.layout
 
 
 OVERLAP: list[tuple[str, int, dict[str, Any]]] = [
@@ -217,7 +232,9 @@ OVERLAP: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def allocated_in_buckets(elements: int, cases: list[Setup]) -> list[tuple[Place, dict[str, int]]]:
+def allocated_in_buckets(
+    elements: int, cases: list[Setup]
+) -> list[tuple[Place, dict[str, int], tuple[int, int]]]:
     with mock.patch("quintet.plan.parameters.bucket_elements", return_value=elements):
         return allocated(cases)
 
@@ -230,7 +247,7 @@ def test_buckets_of_gradients_are_padded_each(pool, ranks):
     results = pool.run(allocated_in_buckets, ranks, elements, cases)
     cut = 0
     for number, case in enumerate(cases):
-        for place, kinds in (rank[number] for rank in results):
+        for place, kinds, _ in (rank[number] for rank in results):
             with mock.patch("quintet.plan.parameters.bucket_elements", return_value=elements):
                 formula = rank_memory(case, place)
             found = (formula.parameters, formula.gradients, formula.optimizer)

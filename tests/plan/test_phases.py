@@ -13,7 +13,7 @@ from quintet.models import read_shape
 from quintet.plan.cards import CARDS
 from quintet.plan.fullest import memories, setup_of
 from quintet.plan.memory import rank_memory
-from quintet.plan.phases import PHASES, advice, plan_stages
+from quintet.plan.phases import PHASES, READ_AT_ONCE, advice, plan_stages
 from quintet.plan.rollout import rollout_bytes, token_bytes, without_room
 from quintet.plan.saves import checkpoint_bytes
 from quintet.plan.seconds import plan_seconds, samples_of
@@ -51,14 +51,16 @@ def test_shapes_are_those_that_are_published(name, weights, active):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_of_giants_fit(name):
-    """On GPUs of 96 GB, and hosts of 1.5 TB."""
+    """On GPUs of 96 GB, and but for saves on hosts of 1.5 TB; with twice the ranks with them, too."""
     recipe, shape = loaded(name)
     stages = plan_stages(recipe, shape, 89 << 30)
     assert len(stages) == recipe.layout.pp
     assert sum(one.layers for one in stages) == shape.layers
     assert all(set(one.device) == set(PHASES) for one in stages)
     assert max(max(one.device.values()) for one in stages) < 80 << 30
-    assert max(one.host for one in stages) < 1400 << 30
+    assert max(one.host["steps"] for one in stages) < 1397 << 30
+    twice, _ = loaded(name, f"cluster.ranks={2 * recipe.cluster.ranks}")
+    assert max(max(one.host.values()) for one in plan_stages(twice, shape, 89 << 30)) < 1397 << 30
     copies = recipe.cluster.ranks // (recipe.layout.tp * recipe.layout.pp)
     held = sum(one.parameters * recipe.layout.tp * copies for one in stages) / (1 if shape.moe else copies)
     assert held == pytest.approx(shape.parameter_count, rel=0.12)  # experts' ranks hold the rest alike
@@ -72,7 +74,36 @@ def test_phases_are_made_of_the_formula():
         assert one.device["train"] == memory.peak
         assert one.device["load"] == one.device["save"] == memory.static
         assert memory.static < one.device["logprob"] < memory.static + (16 << 30)
-        assert one.host == 8 * (memory.parameters + memory.optimizer + memory.host_optimizer)
+        steps = memory.parameters + memory.optimizer + memory.host_optimizer
+        loading = memory.host_optimizer + memory.read + READ_AT_ONCE
+        each = {"load": loading, "steps": steps, "save": steps + memory.saved}
+        assert one.host == {moment: 8 * size for moment, size in each.items()}
+
+
+def test_saves_keep_a_copy_of_what_the_ranks_write():
+    """14 bytes of each weight, whether they write beside the next steps or not; nothing where nothing is saved."""
+    recipe, shape = loaded("qwen2_7b_8_h20")
+    (one,) = plan_stages(recipe, shape)
+    assert one.host["save"] - one.host["steps"] == pytest.approx(14 * shape.parameter_count, rel=1e-3)
+    memory = rank_memory(replace(setup_of(recipe, shape), optimizer=recipe.optimizer))
+    assert (
+        memory.saved < memory.read
+    )  # each of four reads all the weights that they share, and saves a fourth
+    waits, _ = loaded("qwen2_7b_8_h20", "checkpoint.async_save=false")
+    assert plan_stages(waits, shape) == [one]
+    none, _ = loaded("qwen2_7b_8_h20", "checkpoint.every_steps=0")
+    assert plan_stages(none, shape)[0].host == {
+        "load": 0,
+        "steps": one.host["steps"],
+        "save": one.host["steps"],
+    }
+    resumed = none.model_copy(update={"resume": "auto"})
+    assert plan_stages(resumed, shape)[0].host == {**one.host, "save": one.host["steps"]}
+    on_host, _ = loaded("qwen2_7b_8_h20", "optimizer.cpu_fraction=1")
+    less = rank_memory(replace(setup_of(on_host, shape), optimizer=on_host.optimizer))
+    assert (
+        memory.read - less.read == less.host_optimizer / 4
+    )  # the gradients' copies come with the first step
 
 
 def test_what_is_kept_while_generating_counts():
@@ -189,7 +220,11 @@ def test_other_roles_count(more):
     assert {other.device[phase] - one.device[phase] for phase in PHASES} == {
         held.parameters // 2 + held.gradients
     }
-    assert other.host - one.host == 8 * (held.parameters // 2 + held.optimizer)
+    assert other.host["steps"] - one.host["steps"] == 8 * (held.parameters // 2 + held.optimizer)
+    kept = [plan.host["save"] - plan.host["steps"] for plan in (one, other)]
+    assert kept[1] - kept[0] == 8 * held.saved  # nothing of a reference policy
+    assert bool(held.saved) is ("ppo" in more)
+    assert other.host["load"] == pytest.approx(one.host["load"], rel=0.01)  # one after another
 
 
 def write_config(path: Path, family: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quintet.engine.checkpoint.parts import Part
 from tests.oracle.cases import Case
 from tests.oracle.data import BATCHES, TEMPERATURE, ahead_counts, trained_tokens
 from tests.oracle.ranks import Objective, share
@@ -61,14 +62,19 @@ def step(engine: Any, case: Case) -> tuple[float, float]:
     return loss, engine.optimizer_step()["grad_norm"]
 
 
-def held(engine: Any) -> Held:
-    """Weights, masters and moments."""
+def parts_of(engine: Any) -> list[Part]:
+    """Weights, masters and moments, also those that another rank saves."""
     checkpoints = engine._checkpoints
     holding = checkpoints._holding()
     parts = list(holding.weights())
     for one in checkpoints._states(holding):
         parts += [one.part(kind, tensor) for kind, tensor in one.slot.tensors(checkpoints._moments()).items()]
-    return [(p.key, p.box, p.flat.cpu().clone().view([b - a for a, b in p.box])) for p in parts]
+    return parts
+
+
+def held(engine: Any) -> Held:
+    """What is in them."""
+    return [(p.key, p.box, p.flat.cpu().clone().view([b - a for a, b in p.box])) for p in parts_of(engine)]
 
 
 def go_on(engine: Any, case: Case) -> Told:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from quintet.engine.checkpoint.loader import READERS
+from quintet.engine.checkpoint.parts import PIECE_BYTES
 from quintet.engine.checkpoint.saver import _Staging
+from quintet.models import ModelShape
+from quintet.plan.memory import rank_memory
+from quintet.plan.phases import READ_AT_ONCE
+from quintet.plan.setup import Setup
+from quintet.recipe import schema
 from tests.engine.checkpoint.ranks import held, release
 from tests.patience import held_bytes, status_bytes
 
@@ -27,29 +34,29 @@ def peak_of(call: Any) -> float:
     return (status_bytes("VmHWM") - before - max(files, status_bytes("RssFile"))) / MIB
 
 
+SHAPE = ModelShape(
+    family="qwen2",
+    layers=4,
+    hidden_size=512,
+    ffn_hidden_size=2048,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    vocab_size=64000,
+    max_positions=64,
+    tied_embeddings=True,
+    norm_eps=1e-6,
+    qkv_bias=True,
+)
+
+
 def measured(where: Path) -> dict[str, float]:
     """On one rank, a model of 50 M weights: MiB at the peak of saves and a load, of the state, and seconds."""
     from quintet.engine.engine import Engine
-    from quintet.models import ModelShape
-    from quintet.recipe import schema
 
-    shape = ModelShape(
-        family="qwen2",
-        layers=4,
-        hidden_size=512,
-        ffn_hidden_size=2048,
-        heads=8,
-        kv_heads=8,
-        head_dim=64,
-        vocab_size=64000,
-        max_positions=64,
-        tied_embeddings=True,
-        norm_eps=1e-6,
-        qkv_bias=True,
-    )
     torch.manual_seed(0)
     engine = Engine(
-        shape, schema.Layout(), engine=schema.Engine(), optimizer=schema.Optimizer(), dtype="fp32"
+        SHAPE, schema.Layout(), engine=schema.Engine(), optimizer=schema.Optimizer(), dtype="fp32"
     )
     engine.start_optimizer(schema.Optimizer(), 10)
     for chunk in engine.chunks:
@@ -76,12 +83,17 @@ def measured(where: Path) -> dict[str, float]:
 def test_host_memory(pool, tmp_path):
     (found,) = pool.run(measured, 1, tmp_path, timeout_s=600)
     print(found)
-    chunk = (
-        64 * 4
-    )  # MiB, of PIECE_BYTES: the bytes as they were read, and the tensor made of them, of each reader
-    assert found["first save"] < found["state"] + 128 + 32  # its last buffer need not be full
+    plan = rank_memory(Setup(SHAPE, schema.Layout(), 1, dtype="fp32", device="cpu"))
+    saved, read = plan.saved / MIB, plan.read / MIB
+    assert saved == read == pytest.approx(found["state"])
+    assert saved - 32 < found["first save"] < saved + 128 + 32  # its last buffer need not be full
     assert found["third save"] < 32
-    assert found["load"] < found["state"] + 2 * chunk + 32
+    assert read - 32 < found["load"] < read + READ_AT_ONCE / MIB + 32
+
+
+def test_what_is_read_at_once_is_planned():
+    """The bytes of a piece as they were read, and the tensor made of them, of each reader."""
+    assert READ_AT_ONCE == 2 * READERS * PIECE_BYTES
 
 
 @pytest.mark.parametrize("mib", [1, 28, 56, 64])
