@@ -25,19 +25,22 @@ DIFFERS = 4
 MOST_TOLD = 20
 PUBLISHED = {
     "DeepSeek-V3": (
-        96,
+        (96, 8, 12, 8, 1),
         "66 GB of a GPU, 1500 GB of a host, 1700 s a step and MFU 0.19, with 96 × 8 samples of 1960 response tokens, generated in 1050 s",
     ),
     "Qwen3-235B-A22B": (
-        32,
+        (32, 4, 8, 4, 1),
         "48 GB of a GPU, 800 GB of a host, 600 s a step and MFU 0.25, by its script with 32 × 8 samples; lengths are not told",
     ),
     "Qwen2-7B": (
-        8,
-        "24 GB of a GPU, 200 GB of a host, 120 s a step and MFU 0.35; samples and lengths are not told",
+        (8, 2, 1, 1, 1),
+        "24 GB of a GPU, 200 GB of a host, 120 s a step and MFU 0.35; GPU, layout, samples and lengths are not told",
     ),
 }
-"""By the shape's name: ranks, and what is reported of it; of the first by https://verl.readthedocs.io/en/latest/perf/dpsk.html."""
+"""By the shape's name: ranks, tp, pp, ep and cp of the shipped recipe, and what verl is reported to take; of the first by
+https://verl.readthedocs.io/en/latest/perf/dpsk.html."""
+ASSUMED = "H20", 89
+"""What these recipes are for: 96 GB."""
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -81,16 +84,18 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe.loader import load_recipe
     from quintet.recipe.rules import shape_of
 
-    if arguments.mean_tokens and arguments.gpu is None:
-        raise UserError("--mean-tokens is what is predicted with: name a GPU (--gpu), or leave it out")
     with shapes_alone():
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
     if arguments.build is not None:
         return _build(recipe, shape, arguments.build)
-    samples, ranks = samples_of(recipe, arguments.mean_tokens), recipe.cluster.ranks
-    limit = None if arguments.gpu_gib is None else int(arguments.gpu_gib * GIB)
+    published, ranks = _published(recipe), recipe.cluster.ranks
+    gpu = arguments.gpu or (published and ASSUMED[0])
+    gib = arguments.gpu_gib or (ASSUMED[1] if published and gpu == ASSUMED[0] else None)
+    if arguments.mean_tokens and gpu is None:
+        raise UserError("--mean-tokens is what is predicted with: name a GPU (--gpu), or leave it out")
+    samples, limit = samples_of(recipe, arguments.mean_tokens), None if gib is None else int(gib * GIB)
     stages = plan_stages(recipe, shape, limit)
     print(
         f"{shape.family}, {in_units(shape.parameter_count)} parameters, {in_units(shape.active_parameter_count)} of them for each token, "
@@ -103,12 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(_of_host(stages))
     if recipe.engine.fp8 is not None:
-        print(in_8_bits(recipe, shape, arguments.gpu or USUAL))
-    if arguments.gpu is not None:
-        _predict(recipe, shape, arguments, samples, limit)
-    gpus, reported = PUBLISHED.get(Path(str(recipe.model.path)).name, (0, ""))
-    if gpus == ranks:
-        print(f"Published of verl on {ranks} GPUs: {reported}.")
+        print(in_8_bits(recipe, shape, gpu or USUAL))
+    assumed = [f"--gpu {gpu}"] * (gpu != arguments.gpu) + [f"--gpu-gib {gib}"] * (gib != arguments.gpu_gib)
+    if assumed:
+        print(f"Assumed, as for the shipped recipe of this model: {' '.join(assumed)}.")
+    if gpu is not None:
+        _predict(recipe, shape, gpu, samples, limit, mean=arguments.mean_tokens is not None)
+    if published is not None:
+        print(f"Published of verl on {ranks} GPUs: {published}.")
     if limit is None:
         if recipe.rollout.backend != "native":
             print(
@@ -124,12 +131,18 @@ def run(arguments: argparse.Namespace) -> int:
     }
     for phase, one in over.items():
         print(
-            f"{phase}: {one.device[phase] / GIB:.1f} GiB on stage {one.stage} are more than {arguments.gpu_gib:g}; take "
+            f"{phase}: {one.device[phase] / GIB:.1f} GiB on stage {one.stage} are more than {gib:g}; take "
             f"{advice(recipe, shape, phase, rests=one.device['load'] > limit)}"
         )
     if narrow is not None:
         print(f"generate: {narrow}")
     return MISFIT if over or narrow else 0
+
+
+def _published(recipe: Recipe) -> str | None:
+    """What is reported of this model on as many ranks in the same layout."""
+    layout, (where, reported) = recipe.layout, PUBLISHED.get(Path(str(recipe.model.path)).name, ((), None))
+    return reported if (recipe.cluster.ranks, layout.tp, layout.pp, layout.ep, layout.cp) == where else None
 
 
 def _of_host(stages: Sequence[StagePlan]) -> str:
@@ -176,16 +189,16 @@ def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:
 
 
 def _predict(
-    recipe: Recipe, shape: ModelShape, arguments: argparse.Namespace, samples: Samples, limit: int | None
+    recipe: Recipe, shape: ModelShape, gpu: str, samples: Samples, limit: int | None, *, mean: bool
 ) -> None:
     """Print the seconds and the MFU of each phase, and of them together."""
     from quintet.plan.seconds import mfu, plan_seconds
 
-    card = CARDS[arguments.gpu]
+    card = CARDS[gpu]
     times = plan_seconds(recipe, shape, card, samples, limit)
-    known = "in the mean" if arguments.mean_tokens else "each, the most that the recipe allows"
+    known = "in the mean" if mean else "each, the most that the recipe allows"
     print(
-        f"On {arguments.gpu}, {card.flops / 1e12:g} TFLOP/s and {card.bandwidth / 1e12:g} TB/s, {samples.prompts} × {samples.per_prompt} "
+        f"On {gpu}, {card.flops / 1e12:g} TFLOP/s and {card.bandwidth / 1e12:g} TB/s, {samples.prompts} × {samples.per_prompt} "
         f"samples of {samples.prompt_tokens:,} + {samples.response_tokens:,} tokens {known}; the longest response has {samples.longest:,}:"
     )
     rows = [(name, [one]) for name, one in times.items()] + [("step", list(times.values()))]
@@ -223,9 +236,9 @@ COMMAND = Command(
 Print how much memory the fullest rank of each pipeline stage takes in each phase of a step: load, generate, logprob, train, sync,
 save, and the host memory of a node. The model need be no more than a directory with a config.json, or one of the shapes that came with
 quintet, by name, such as DeepSeek-V3 or Qwen3-8B. With --gpu NAME the seconds and the MFU of generate, logprob, train and sync are
-predicted. With --build RANK that rank's model is built without memory, in a fake world of
-its size, and compared with the plan and the shard map; --build all does so for every rank, and sees that together they hold each tensor
-of the model once. What a process needs before any tensor and fragmentation come on top.""",
+predicted; for models that came with a recipe for H20s, in its layout, those are assumed. With --build RANK that rank's model is built
+without memory, in a fake world of its size, and compared with the plan and the shard map; --build all does so for every rank, and sees
+that together they hold each tensor of the model once. What a process needs before any tensor and fragmentation come on top.""",
     examples="""\
   quintet plan recipes/deepseek_v3_96_h20.yaml --gpu-gib 89 --gpu H20 --mean-tokens 200 1960
   quintet plan my.yaml layout.tp=8 cluster.ranks=64""",

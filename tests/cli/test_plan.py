@@ -40,6 +40,39 @@ def test_the_command_in_a_recipes_head_says_it_fits(capsys, recipe):
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*_h20.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_alone_is_planned_for_the_gpus_it_is_for(recipe, capsys):
+    def said(*words):
+        assert main(["plan", str(recipe), *words]) == 0
+        return capsys.readouterr().out
+
+    assumed = "Assumed, as for the shipped recipe of this model: "
+    alone, asked = said(), said("--gpu", "H20", "--gpu-gib", "89")
+    assert f"{assumed}--gpu H20 --gpu-gib 89.\nOn H20, " in alone
+    assert [line for line in alone.splitlines() if not line.startswith(assumed)] == asked.splitlines()
+    assert re.search(r"^ +step +[\d,.]+ +0\.\d\d$", alone, re.MULTILINE)
+    assert f"{assumed}--gpu H20.\n" in said("--gpu-gib", "95")
+    other = said("--gpu", "H100")
+    assert assumed not in other  # the size is an H20's
+    assert "Without --gpu-gib, " in other
+    assert "On H100, " in other
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("DeepSeek-V3", "cluster.ranks=96"),
+        ("Qwen2-7B", "cluster.ranks=8", "layout.tp=4"),
+        ("Qwen2-7B", "cluster.ranks=8", "layout.tp=2", "layout.cp=2", "rollout.layout.tp=2"),
+    ],
+)
+def test_what_is_published_is_of_one_layout(words, capsys):
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "Published" not in said
+    assert "Assumed" not in said
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*_h20.yaml")), ids=lambda path: path.stem)
 def test_a_recipes_head_says_what_a_host_needs(recipe, capsys):
     """And what it comes to with twice the ranks, as the guide does."""
     head = " ".join(recipe.read_text().partition("\nrun:")[0].replace("#", "").split())
@@ -114,7 +147,7 @@ def test_means_beyond_the_recipe_are_refused(capsys):
     told = capsys.readouterr()
     assert "--mean-tokens 200 9000" in told.err
     assert not told.out  # before anything is planned
-    assert main([*words[:2], *words[4:6], "900"]) == 2
+    assert main(["plan", "Qwen3-8B", "--mean-tokens", "200", "90"]) == 2
     assert "name a GPU (--gpu)" in capsys.readouterr().err
 
 
