@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 class Card(NamedTuple):
     """flops: dense, in bf16, a second (half of "with sparsity"). bandwidth: of its memory, bytes a second. eight: how many times as many in
-    8 bits, 0 where there are none."""
+    8 bits, 0 where there are none. blocks: whether TransformerEngine scales these by blocks there: from Hopper on."""
 
     flops: float
     bandwidth: float
     eight: float = 2.0
+    blocks: bool = True
 
 
 CARDS = {
@@ -27,7 +28,7 @@ CARDS = {
     "B100": Card(1750e12, 8.0e12),
     "A100": Card(312e12, 2.04e12, 0.0),
     "A800": Card(312e12, 2.04e12, 0.0),
-    "L40S": Card(362e12, 0.864e12),
+    "L40S": Card(362e12, 0.864e12, blocks=False),
 }
 """By a part of the device's name; of those with several sizes of memory the fastest, but for GH200."""
 

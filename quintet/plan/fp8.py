@@ -59,6 +59,8 @@ def in_8_bits(recipe: Recipe, shape: ModelShape, card: str = USUAL) -> str:
     what = f"Products in 8 bits, {recipe.engine.fp8}; in bf16 stay {', '.join(unquantized(shape))}."
     if not CARDS[card].eight:
         return f"{what} Warning: an {card} has no products in 8 bits; engine.fp8=null is for it."
+    if recipe.engine.fp8 == "blockwise" and not CARDS[card].blocks:
+        return f"{what} Warning: an {card} has no products with scales of blocks; engine.fp8=tensorwise or null is for it."
     gain = most_gain(recipe, shape, card)
     told = [
         f"{what} At most {gain:.2f}× as fast, counted from dims for {card}s; docs/fp8.md tells what was measured."

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quintet.models import ModelShape, MoeShape
+from quintet.plan.cards import CARDS
 from quintet.plan.fp8 import break_even, in_8_bits, most_gain, saved_seconds
 from quintet.plan.memory import rank_memory
 from quintet.plan.parameters import chunks
@@ -148,6 +149,18 @@ def test_what_is_gained_is_a_matter_of_the_card() -> None:
     assert in_8_bits(recipe(), SPARSE, "A100").endswith(
         "an A100 has no products in 8 bits; engine.fp8=null is for it."
     )
+
+
+def test_scales_of_blocks_are_of_hopper_and_what_came_after() -> None:
+    """TransformerEngine asks for compute capability 9.0; an L40S has 8.9, and products in 8 bits."""
+    told = in_8_bits(recipe(), DENSE, "L40S")
+    assert told.endswith(
+        "Warning: an L40S has no products with scales of blocks; engine.fp8=tensorwise or null is for it."
+    )
+    assert "as fast" not in told
+    assert "as fast, counted from dims for L40Ss; " in in_8_bits(recipe("tensorwise"), DENSE, "L40S")
+    without = {name for name in CARDS if "no products" in in_8_bits(recipe(), DENSE, name)}
+    assert without == {"A100", "A800", "L40S"}
 
 
 def test_the_break_even_is_where_nothing_is_saved() -> None:
