@@ -7,7 +7,9 @@
 Random weights, 128 prompts of 256 tokens, 4 samples of 512 each, as in `rollout`; two mini-batches, so that old log-probs are a phase of
 their own. Trainer and vLLM take turns, with all training state away while vLLM generates. Of memory the most counts that any step after
 the first had in use on the fullest device, whoever used it: CUDA's contexts and what torch and NCCL keep count, which the plan leaves out.
-Of seconds it is the median of these steps. In the records the plan's number is the baseline. Loading and saving are not told apart by a run.
+Of seconds it is the median of these steps. In the records the plan's number is the baseline. A checkpoint is saved before the last step, and
+the run goes on from the one after it for a step more: `save` and `load`, of which host memory counts, too, as the ranks hold it, Python and all. Two checkpoints of 14 bytes a weight have to fit beside
+each other where temporary files go.
 A CPU has no such memory, and its processes' own is mostly Python: there the seconds and both numbers are printed, and nothing is recorded.
 """
 
@@ -36,6 +38,7 @@ from quintet.recipe.rules import shape_of
 
 FILE = RESULTS / "plan.json"
 PHASES = ("generate", "logprob", "train", "sync")
+CHECKPOINTS = ("save", "load")
 GIB = float(1 << 30)
 AWAY = ("engine.offload_params=1.0", "engine.offload_grads=1.0", "engine.offload_optimizer=1.0")
 
@@ -55,9 +58,9 @@ def words_of(args: argparse.Namespace, directory: Path) -> list[str]:
             "data.chat=false",
         ),
         *_samples(case),
-        *(f"train.steps={args.steps + 1}", "train.mini_batches_per_step=2", "train.eval_prompts=0"),
+        *("train.mini_batches_per_step=2", "train.eval_prompts=0", "resume=auto"),
         *(f"cluster.ranks={args.gpus}", f"engine.tokens_per_microbatch_per_rank={args.tokens}"),
-        *("checkpoint.every_steps=0", "reward.function=length"),
+        *(f"checkpoint.every_steps={args.steps}", "checkpoint.keep_last=1", "reward.function=length"),
     ]
     if args.tiny:
         return [*words, "cluster.device=cpu", "model.dtype=fp32", *args.overrides]
@@ -76,22 +79,27 @@ def _samples(case: Case) -> list[str]:
 
 
 def planned(words: list[str], device: str, device_bytes: int | None) -> dict[str, float | None]:
-    """Return what the plan says by metric, `<phase>_gib` and `<phase>_s`; None for seconds on a device of which no rates are known."""
+    """Return what the plan says by metric, `<phase>_gib`, `<phase>_host_gib` of load and save, and `<phase>_s`; None for seconds on a device of
+    which no rates are known."""
     recipe = load_recipe(words[0], words[1:])
     shape = shape_of(recipe)
     assert shape is not None
     stages, card = plan_stages(recipe, shape, device_bytes), card_of(device)
     times = plan_seconds(recipe, shape, card, samples_of(recipe), device_bytes) if card else {}
-    memory = {f"{phase}_gib": max(one.device[phase] for one in stages) / GIB for phase in PHASES}
+    memory = {f"{p}_gib": max(one.device[p] for one in stages) / GIB for p in (*PHASES, *CHECKPOINTS)}
+    memory |= {f"{p}_host_gib": max(one.host[p] for one in stages) / GIB for p in CHECKPOINTS}
     return memory | {f"{phase}_s": times[phase].seconds if card else None for phase in PHASES}
 
 
 def measured(steps: list[dict[str, Any]], kind: str) -> dict[str, float]:
-    """Return the same of a run's steps but the first, of the phases that it has: none syncs weights that it shares. kind: of memory,
-    device or host."""
-    rest = steps[1:]
+    """Return the same of a run's steps but the first, of the phases that it has: none syncs weights that it shares; the last one is that of
+    the run that went on. kind: of memory, device or host."""
+    *rest, resumed = steps[1:]
     phases = [phase for phase in PHASES if f"memory/{phase}_{kind}_gib" in rest[0]]
     found = {f"{p}_gib": max(one[f"memory/{p}_{kind}_gib"] for one in rest) for p in phases}
+    for phase, lines in zip(CHECKPOINTS, (rest, [resumed]), strict=True):
+        for metric, which in ((f"{phase}_gib", kind), (f"{phase}_host_gib", "host")):
+            found[metric] = max(one.get(f"memory/checkpoint_{which}_gib", 0.0) for one in lines)
     return found | {f"{p}_s": statistics.median(one[f"seconds/{p}"] for one in rest) for p in phases}
 
 
@@ -141,7 +149,8 @@ def main(argv: list[str] | None = None) -> None:
         device, device_bytes = _device(args)
         plan = planned(words, device, device_bytes)
         too_large(plan, device_bytes)
-        run(words, args.limit_s)
+        for last in (args.steps + 1, args.steps + 2):
+            run([*words, f"train.steps={last}"], args.limit_s)
         steps = steps_of(Path(directory) / "runs")
     kind = "host" if args.tiny else "device"
     records = []
@@ -158,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def too_large(plan: dict[str, float | None], device_bytes: int | None) -> None:
     """SystemExit where a phase is planned to take more than the device has."""
-    for phase in PHASES:
+    for phase in (*PHASES, *CHECKPOINTS):
         said = plan[f"{phase}_gib"]
         if device_bytes is not None and said is not None and said > device_bytes / GIB:
             raise SystemExit(

@@ -625,10 +625,13 @@ def test_what_is_planned_stands_beside_each_phase(tmp_path) -> None:
     """Of the steps after the first, the most memory and the median of seconds; planned, by the same names."""
     steps = [
         {f"{kind}/{phase}{unit}": n * (step + 1) for kind, unit in (("memory", "_device_gib"), ("seconds", "")) for n, phase in enumerate(plan.PHASES, 1)}
-        for step in (7, 3, 1, 2)
+        for step in (7, 3, 1, 2, 9)
     ]  # fmt: skip
+    for step, (device, host) in ((3, (5.0, 6.0)), (4, (7.0, 8.0))):  # of the save before it, and of the load
+        steps[step] |= {"memory/checkpoint_device_gib": device, "memory/checkpoint_host_gib": host}
     found = plan.measured(steps, "device")
     assert found == {"generate_gib": 4, "logprob_gib": 8, "train_gib": 12, "sync_gib": 16} | {
+        "save_gib": 5, "save_host_gib": 6, "load_gib": 7, "load_host_gib": 8} | {
         "generate_s": 3, "logprob_s": 6, "train_s": 9, "sync_s": 12}  # fmt: skip
     args = plan.arguments(["--tiny", "rollout.own_processes=true"])
     words = plan.words_of(args, tmp_path)
@@ -649,7 +652,9 @@ def test_a_run_that_fails_or_takes_too_long_ends_the_measurement(capfd) -> None:
 
 
 def test_a_run_that_is_planned_too_large_is_not_started() -> None:
-    said = dict.fromkeys([f"{phase}_gib" for phase in plan.PHASES], 60.0) | {"train_gib": 90.0}
+    said = dict.fromkeys([f"{phase}_gib" for phase in plan.PHASES + plan.CHECKPOINTS], 60.0) | {
+        "train_gib": 90.0
+    }
     plan.too_large(said, None)
     plan.too_large(said, 140 << 30)
     with pytest.raises(

@@ -74,7 +74,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
-    "planned: 2 to 7 GiB here, most of it while vLLM is awake. Seconds are planned at the best.",
+    "planned: 2 to 7 GiB here, most of it while vLLM is awake. Seconds are planned at the best. `save` and `load` were not measured yet.",
     "rollout": {
         "laptop": "two cores, shared with whatever else the machine does.",
         "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 GIB = 1024.0**3
-PHASES = ("generate", "logprob", "train", "sync")
-"""Whose peaks are told apart."""
+PHASES = ("generate", "logprob", "train", "sync", "checkpoint")
+"""Whose peaks are told apart. checkpoint: of a load, or of a save's copies and of looks whether it is written."""
 RESTING = "resting_host_gib"
 """Of a rank that is in no phase."""
 EVERY_S = 0.05

@@ -162,13 +162,16 @@ def test_each_phase_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         used[0] = 2.0
     with peaks("save"):
         used[0] = 9.0
+    used[0] = 4.0
+    with peaks("checkpoint"):
+        pass
     used[0] = 3.0
     with child_with(200), peaks("generate"):  # this process may reuse what earlier tests have left resident
         time.sleep(4 * memory.EVERY_S)
     told = peaks.take()
-    assert (told["train_device_gib"], told["generate_device_gib"]) == (5.0, 3.0)
+    assert [told[f"{one}_device_gib"] for one in ("train", "checkpoint", "generate")] == [5.0, 4.0, 3.0]
     assert told["generate_host_gib"] > told["train_host_gib"] + 0.1
-    assert len(told) == 4
+    assert len(told) == 6
     assert peaks.take() == {}
     with pytest.raises(ValueError), peaks("train"):
         raise ValueError
