@@ -76,7 +76,9 @@ def as_options(settings: str, setup: Setup) -> str:
         key, _, value = one.partition("=")
         section, _, name = key.partition(".")
         if section == "layout":
-            axes = {axis: size for axis, size in setup.layout.items() if axis != "stage_layers"} | {name: value}
+            axes = {axis: size for axis, size in setup.layout.items() if axis != "stage_layers"} | {
+                name: value
+            }
             words.append("--layout " + ",".join(f"{axis}={size}".lower() for axis, size in axes.items()))
         elif section == "optimizer":
             words.append(f"--cpu-fraction {value}")

@@ -1,10 +1,11 @@
 """Seconds of a step by phase, and the share of the GPUs' arithmetic (MFU) that they make use of, from the recipe and a config.json alone.
 
     generate  as many decode steps as the longest response has tokens, or as the slots make necessary. Each reads the weights that its
-              sequences meet and their cache, or multiplies by them, whichever takes longer, and takes `decode_step_s` besides
+              sequences meet and their cache, or multiplies by them, whichever takes longer, and takes `decode_step_s` besides. Before, what
+              leaves of the trainer goes to the host; after, it comes back
     logprob   a forward pass for each policy whose log-probs are wanted
     train     a forward and a backward pass, of twice its FLOPs, and what is computed again; the optimizer's part on the host
-    sync      weights over a link to the rollout, and what of the trainer rests on the host, there and back
+    sync      weights over a link to the rollout
 
 A pipeline of pp stages in vpp chunks stands still for (pp - 1) / (m vpp + pp - 1) of its time with m micro-batches (Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473, section 2.2), and waits for the stage with the most to do. Taken to cost nothing: what the
@@ -100,16 +101,18 @@ def samples_of(recipe: schema.Recipe, means: Sequence[float] | None = None) -> S
 def plan_seconds(
     recipe: schema.Recipe, shape: ModelShape, card: Card, samples: Samples, device_bytes: int | None = None
 ) -> dict[str, PhaseTime]:
-    """Return the time of each phase, in the order in which they follow each other. device_bytes: as in `plan_stages`."""
+    """Return the time of each phase, in the order in which they follow each other. Training state leaves, and comes back, within that of
+    generation, as in a run. device_bytes: as in `plan_stages`."""
     setup = replace(setup_of(recipe, shape), optimizer=recipe.optimizer)
     held = [rank_memory(setup, Place(pp=stage)) for stage in range(recipe.layout.pp)]
     away, _ = leaves(recipe, shape, device_bytes)
     moved = max(one.parameters * away["params"] + one.optimizer * away["optimizer"] for one in held)
+    generate = _generate(recipe, setup, card, samples, device_bytes)
     return {
-        "generate": _generate(recipe, setup, card, samples, device_bytes),
+        "generate": replace(generate, seconds=generate.seconds + 2 * moved / OFFLOAD_RATE),
         "logprob": _score(recipe, setup, card, samples),
         "train": _train(recipe, setup, card, samples, max(one.host_optimizer for one in held)),
-        "sync": PhaseTime(_sync(recipe, setup) + 2 * moved / OFFLOAD_RATE, 0.0),
+        "sync": PhaseTime(_sync(recipe, setup), 0.0),
     }
 
 
