@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"Fullest: {_ranks_like(full, stages, ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB."
     )
-    print(_of_host(stages))
+    print(_of_host(stages, recipe.checkpoint.async_save))
     if recipe.engine.fp8 is not None:
         print(in_8_bits(recipe, shape, gpu or USUAL))
     assumed = [f"--gpu {gpu}"] * (gpu != arguments.gpu) + [f"--gpu-gib {gib}"] * (gib != arguments.gpu_gib)
@@ -145,16 +145,18 @@ def _published(recipe: Recipe) -> str | None:
     return reported if (recipe.cluster.ranks, layout.tp, layout.pp, layout.ep, layout.cp) == where else None
 
 
-def _of_host(stages: Sequence[StagePlan]) -> str:
-    """Host memory of the fullest node at each moment, and what needs less of it."""
+def _of_host(stages: Sequence[StagePlan], aside: bool) -> str:
+    """Host memory of the fullest node at each moment, and what needs less of it. aside: copies are saved, and training goes on."""
     most = {moment: max(one.host[moment] for one in stages) / GIB for moment in stages[0].host}
     said = f"Host memory of a node: up to {most['steps']:,.0f} GiB in steps"
     load = f", {most['load']:,.0f} while a checkpoint is loaded." if most["load"] else "."
     if most["save"] == most["steps"]:
         return f"{said}{load}"
+    if not aside:
+        return f"{said}, {most['save']:,.0f} while a checkpoint is saved, {most['load']:,.0f} while one is loaded."
     return (
-        f"{said}, {most['save']:,.0f} from the first save on, whose copies stay{load} More ranks need less, and with checkpoint.every_steps=0 "
-        "there are no copies, but nothing to go on from."
+        f"{said}, {most['save']:,.0f} from the first save on, whose copies stay{load} checkpoint.async_save=false makes none, and training waits "
+        "for the disk."
     )
 
 

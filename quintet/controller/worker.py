@@ -388,9 +388,13 @@ class PolicyWorker(Worker):
         return self.dtype
 
     def save_checkpoint(self, path: Path, role: str) -> str | None:
-        """Copy this rank's state of a role and begin to write it; what went wrong, or None."""
+        """Write this rank's state of a role, or with `checkpoint.async_save` copy it and begin to write; what went wrong, or None."""
         try:
-            self.roles.whole(role).save(path, wait=False)
+            aside = self.recipe.checkpoint.async_save
+            saved = self.roles.whole(role)
+            saved.save(path, wait=False, aside=aside)
+            if not aside:
+                saved.save_finished(wait=True)
         except UserError as error:
             return str(error)
         return None

@@ -259,17 +259,17 @@ class Engine:
 
     # checkpoints
 
-    def save(self, path: Path, *, wait: bool = True) -> None:
+    def save(self, path: Path, *, wait: bool = True, aside: bool = True) -> None:
         """Write model, optimizer, step and random states to a new directory, for any layout to load. Collective.
 
-        wait=False returns once the state is copied to host memory; writing goes on in the background, and
-        `save_finished` tells how it went. The first save allocates the host memory, which later ones use again.
+        wait=False goes on writing in the background, and `save_finished` tells how it went. aside: copies the state to host memory
+        first, which the first such save allocates and later ones use again; without it nothing may change before all is written.
 
         Raises UserError, with wait on every rank alike, when it cannot be written: what was written is removed.
         RuntimeError when something is offloaded, or the last save was not waited for.
         """
         self._require("params", "optimizer")
-        self._checkpoints.start(path)
+        self._checkpoints.start(path, aside=aside)
         if wait:
             run_on_all_or_raise(lambda: self.save_finished(wait=True))
 

@@ -55,7 +55,7 @@ class AdapterReference:
         with in_place:
             return self.engine.forward(batch, cells, temperature, routes)
 
-    def save(self, path: Path, *, wait: bool = True) -> None:
+    def save(self, path: Path, *, wait: bool = True, aside: bool = True) -> None:
         """Write the adapters, as a directory of peft's; done on return. Collective."""
         nothing = [replace(one, view=torch.zeros_like(one.view)) for one in self._present()]
         with self._swapped(self._kept or nothing):

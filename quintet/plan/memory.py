@@ -87,8 +87,8 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
         workspace=workspace(setup),
         step_workspace=_update(setup, owned - away),
         copies=_copies(setup, place.pp),
-        # The copies of gradients that host_optimizer has are made by the first step.
-        read=sum(p.numel for p in stored) * setup.width + states - 4 * away,
+        # Of host_optimizer the first step makes the copies of gradients, and moments take the place of what was read.
+        read=sum(p.numel for p in stored) * setup.width + states - (on_host - 4) * away,
         saved=_in_turns(setup, stored, setup.width)
         + (states if sliced else _in_turns(setup, (p for p in stored if p.trained), per_element)),
     )

@@ -30,12 +30,15 @@ from quintet.recipe.rollout import placement_of
 PHASES = ("load", "generate", "logprob", "train", "sync", "save")
 READ_AT_ONCE = 8 * (64 << 20)
 """As `quintet.engine.checkpoint.loader` has it: chunks of four threads, as they are read and as tensors."""
+WRITTEN_AT_ONCE = 4 * (64 << 20)
+"""As `quintet.engine.checkpoint.saver` has it where it waits: a piece of each of four threads."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """Bytes on the fullest rank of a pipeline stage. device: by phase (PHASES). host: of all ranks of the stage that share a node, while a
-    checkpoint is loaded (load; 0 where there is none), in steps, and from the first save on (save)."""
+    checkpoint is loaded (load; 0 where there is none), in steps, and from the first save on or, with checkpoint.async_save=false, while it is
+    saved (save)."""
 
     stage: int
     layers: int
@@ -116,10 +119,11 @@ def _on_host(
     away = sum(int(one.parameters * shares["params"] + one.optimizer * shares["optimizer"]) for one in held)
     saves = recipe.checkpoint.every_steps > 0
     loads = saves or recipe.resume is not None
+    written = sum(one.saved for one in held) if recipe.checkpoint.async_save else WRITTEN_AT_ONCE
     return {
         "load": loads * (optimizer + max(one.read for one in held) + READ_AT_ONCE),
         "steps": optimizer + away + asleep,
-        "save": optimizer + away + asleep + saves * sum(one.saved for one in held),
+        "save": optimizer + away + asleep + saves * written,
     }
 
 

@@ -74,30 +74,21 @@ def test_what_is_published_is_of_one_layout(words, capsys):
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*_h20.yaml")), ids=lambda path: path.stem)
 def test_a_recipes_head_says_what_a_host_needs(recipe, capsys):
-    """And what it comes to with twice the ranks, as the guide does."""
+    """And what it comes to where saves go on in the background."""
     head = " ".join(recipe.read_text().partition("\nrun:")[0].replace("#", "").split())
 
     def host(*words):
         assert main(["plan", str(recipe), "--gpu-gib", "89", *words]) == 0
-        said = capsys.readouterr().out.partition("Host memory of a node: up to ")[2]
-        numbers = re.findall(r"([\d,]+)(?: GiB in steps| from the first save| while)", said)
-        assert ("with checkpoint.every_steps=0 there are no copies" in said) is (len(numbers) == 3)
-        return numbers
+        (said,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Host memory"))
+        return said
 
-    steps, saves, loads = host()
-    assert (
-        f"Host memory of a node: {steps} GiB in steps, {saves} from the first save on, {loads} while a "
-        "checkpoint is loaded." in head
-    )
-    assert host("checkpoint.every_steps=0") == [steps]
-    if twice := re.search(r"(cluster\.ranks=\d+) \(([\d,]+) with saves\)", head):
-        steps, saves, loads = host(twice[1])
-        assert saves == twice[2]
-        guide = " ".join(GUIDE.split())
-        assert (
-            f"{steps} GiB in steps, {saves} with saves and {loads} for loading (`{twice[1]}`;" in guide
-            or f"`{twice[1]}` {steps}, {saves} and {loads})" in guide
-        )
+    waits, aside = host("checkpoint.async_save=false"), host("checkpoint.async_save=true")
+    own = host()
+    assert own in (waits, aside)
+    assert own.replace("up to ", "").partition(" checkpoint.async_save=false")[0] in head
+    (copies,) = re.findall(r"([\d,]+) from the first save on, whose copies stay", aside)
+    assert own == aside or f"keep a copy: {copies} then." in head
+    assert "while a checkpoint is saved" in waits
 
 
 def test_the_guide_says_what_comes_out(capsys, monkeypatch):

@@ -286,6 +286,10 @@ def fill(disk: Path) -> None:
 OF_PPO = [
     *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "algorithm.kl_in=reward", "critic.warmup_steps=1"),
     *("train.mini_batches_per_step=2", "engine.offload_optimizer=1"),
+    *(
+        "checkpoint.every_steps=100",
+        "checkpoint.async_save=false",
+    ),  # roles take turns: each is written before it leaves
     "rollout.own_processes=true",  # so that weights travel, and their masters are looked at right after loading
 ]
 

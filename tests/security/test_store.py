@@ -65,6 +65,6 @@ def test_what_a_stranger_writes_to_the_store_is_not_run(pool, tmp_path):
 @pytest.mark.parametrize("forged", [b"", b"x" * 31, b'{"entries": [], "problem": null}'])
 def test_what_is_not_sealed_is_refused(tmp_path, forged):
     store = dist.HashStore()
-    job = saver._Job(tmp_path / "saved", "token", "ab" * 32, 0, 2, [], [], {}, {"steps": 1})
+    job = saver._Job(tmp_path / "saved", "token", "ab" * 32, 0, 2, [], [], True, {}, {"steps": 1})
     store.set("quintet checkpoint token 1", forged)
     assert isinstance(saver._conclude(job, store, [], None), UserError)

@@ -37,15 +37,15 @@ class Checkpoints:
         self._saver = Saver()
         self._held: Holding | None = None
 
-    def start(self, path: Path) -> None:
-        """Copy the state to the host and begin to write it. Collective."""
+    def start(self, path: Path, *, aside: bool) -> None:
+        """Begin to write the state. Collective. aside: copy it to the host first, so that training may go on meanwhile."""
         engine = self._engine
         moments = self._moments() if engine.steps else ()
         holding = self._holding()
         parts = list(holding.weights())
-        for one in self._states(holding):
+        for one in self._states(holding, self._slots()):
             parts += [one.part(kind, tensor) for kind, tensor in one.slot.tensors(moments).items()]
-        self._saver.start(path, parts, random_states(), self._description(moments))
+        self._saver.start(path, parts, random_states(), self._description(moments), aside=aside)
 
     def finished(self, wait: bool) -> bool:
         """Return whether this rank has written its part. No collective. Raises what went wrong."""
@@ -60,12 +60,11 @@ class Checkpoints:
         engine = self._engine
         reader, state = run_on_all_or_raise(lambda: self._open(path))
         steps, moments = int(state["steps"]), tuple(state["moments"])
-        load = run_on_all_or_raise(lambda: self._fitting(reader, state))
+        slots = self._slots()
+        load = run_on_all_or_raise(lambda: self._fitting(reader, state, slots))
         states = run_on_all_or_raise(lambda: self._read(load, state))
         engine._incomplete = f"{path} could not be loaded to its end"
-        for slot in self._slots():
-            slot.begin(moments, steps)
-        load.commit()
+        load.commit(slots, lambda slot: slot.begin(moments, steps))
         engine._incomplete = None
         if states is not None:
             set_random_states(states)
@@ -89,7 +88,7 @@ class Checkpoints:
             )
         return reader, state
 
-    def _fitting(self, reader: Reader, state: dict[str, Any]) -> Load:
+    def _fitting(self, reader: Reader, state: dict[str, Any], slots: Sequence[Slot]) -> Load:
         """What this rank will take, once it is sure that it is of this model and optimizer."""
         engine, path, holding = self._engine, reader.path, self._holding()
         self._check_adapters(path, state)
@@ -97,7 +96,7 @@ class Checkpoints:
             self._check_optimizer(path, state)
         load = Load(reader, holding)
         load.want_weights(holding, from_masters=engine._optimizer is not None)
-        load.want_states(self._states(holding), state["moments"])
+        load.want_states(self._states(holding, slots), state["moments"])
         return load
 
     def _check_adapters(self, path: Path, state: dict[str, Any]) -> None:
@@ -168,8 +167,8 @@ class Checkpoints:
             return []
         return list(slots(engine._optimizer, [p for chunk in engine.chunks for p in chunk.parameters()]))
 
-    def _states(self, holding: Holding) -> list[Any]:
-        return list(holding.states(self._slots(), distributed=self._engine.recipe.distributed_optimizer))
+    def _states(self, holding: Holding, slots: Sequence[Slot]) -> list[Any]:
+        return list(holding.states(slots, distributed=self._engine.recipe.distributed_optimizer))
 
     def _moments(self) -> tuple[str, ...]:
         recipe = self._engine._optimizer_recipe

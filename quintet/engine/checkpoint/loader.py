@@ -2,7 +2,7 @@
 
 A rank reads the chunks that its own boxes meet, one after another in the order of the files, and keeps its boxes on the
 host until every rank has all of them. Host memory: what the rank holds, and for each of READERS threads two chunks: its
-bytes, and the tensor made of them.
+bytes, and the tensor made of them. Moments on the host take the place of what was read, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quintet.engine.checkpoint.parts import STATE_PREFIX, Holding, Part, StatePart, state_key
 from quintet.engine.checkpoint.reader import Chunk, Reader, within
-from quintet.engine.checkpoint.slots import MASTER
+from quintet.engine.checkpoint.slots import MASTER, Slot
 from quintet.errors import UserError
 from quintet.models.mcore import Box, box_sizes
 from quintet.models.weights_on_disk import listed
@@ -28,12 +28,13 @@ READERS = 4
 
 @dataclass
 class _Wanted:
-    """A box of a stored tensor, in the type of where it goes. place: that tensor [n], asked for when all is read."""
+    """A box of a stored tensor, in the type of where it goes. place: that tensor [n], asked for when all is read; slot: whose state it is."""
 
     key: str
     box: Box
     dtype: torch.dtype
     place: Callable[[], Tensor]
+    slot: Slot | None = None
     read: Tensor | None = None
 
 
@@ -60,11 +61,10 @@ class Load:
             if one.slot.master is not None:
                 master = state_key(MASTER, one.key)
                 key = master if master in self.reader.tensors else one.key
-                self._want(key, one.shape, one.box, torch.float32, _place(one, MASTER, ()))
+                self._want(key, one.shape, one.box, torch.float32, _place(one, MASTER, ()), one.slot)
             for name in moments:
-                self._want(
-                    state_key(name, one.key), one.shape, one.box, torch.float32, _place(one, name, moments)
-                )
+                key, place = state_key(name, one.key), _place(one, name, moments)
+                self._want(key, one.shape, one.box, torch.float32, place, one.slot)
 
     def read(self) -> None:
         """Read and check everything that is wanted.
@@ -88,16 +88,28 @@ class Load:
             # After a failure, none that has not begun.
             list(pool.map(take, sorted(needed, key=lambda c: (c.file, c.offset))))
 
-    def commit(self) -> None:
-        """Copy it to where it belongs; the host memory is given back on the way."""
+    def commit(self, slots: Iterable[Slot], begin: Callable[[Slot], None]) -> None:
+        """Copy it to where it belongs; the host memory is given back on the way. begin: makes the state of each of the slots, first what is
+        copied there."""
+        left = {id(slot): slot for slot in slots}
         with torch.no_grad():
             for one in self._wanted:
+                if one.slot is not None and left.pop(id(one.slot), None) is not None:
+                    begin(one.slot)
                 assert one.read is not None
                 one.place().copy_(one.read.view(-1))
                 one.read = None
+        for slot in left.values():
+            begin(slot)
 
     def _want(
-        self, key: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype, place: Callable[[], Tensor]
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        box: Box,
+        dtype: torch.dtype,
+        place: Callable[[], Tensor],
+        slot: Slot | None = None,
     ) -> None:
         stored = self.reader.tensors.get(key)
         if stored is None:
@@ -106,7 +118,7 @@ class Load:
             raise UserError(
                 f"{self.reader.path}: {key} has shape {stored.shape}, this model's has {tuple(shape)}"
             )
-        self._wanted.append(_Wanted(key, box, dtype, place))
+        self._wanted.append(_Wanted(key, box, dtype, place, slot))
 
     def _check_names(self, holding: Holding) -> None:
         """The checkpoint holds the tensors of this model, on whichever rank they are, and no others."""

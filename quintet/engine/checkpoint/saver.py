@@ -1,4 +1,5 @@
-"""Saving in the background: the state is copied to the host, and a thread writes it while training goes on.
+"""Saving in the background: the state is copied to the host, and threads write it while training goes on. Whoever waits needs no such copy: what
+is there is written.
 
 A thread and not a process: a process would have to be forked, which a process that uses CUDA must not be, or started
 anew and sent all bytes through shared memory (megatron-core's way: seconds before the first byte). Writing and
@@ -62,8 +63,8 @@ _REPORT: Typed[_Report] = Typed(_Report, "what a rank tells of its part of a che
 
 @dataclass
 class _Job:
-    """One save of one rank. name, key: what the ranks know and nobody else does; the key seals what they tell. rng: random states of this
-    rank. state: content of state.json."""
+    """One save of one rank. name, key: what the ranks know and nobody else does; the key seals what they tell. tensors: what is written of each
+    part; aside: they are copies, with a storage of their own. rng: random states of this rank. state: content of state.json."""
 
     path: Path
     name: str
@@ -71,7 +72,8 @@ class _Job:
     rank: int
     ranks: int
     parts: list[Part]
-    copies: list[Tensor]
+    tensors: list[Tensor]
+    aside: bool
     rng: dict[str, Any]
     state: dict[str, Any]
     done: threading.Event = field(default_factory=threading.Event)
@@ -127,8 +129,11 @@ class Saver:
         self._staging = _Staging()
         self._job: _Job | None = None
 
-    def start(self, path: Path, parts: Sequence[Part], rng: dict[str, Any], state: dict[str, Any]) -> None:
-        """Copy this rank's part of a checkpoint to the host, and begin to write it. Collective.
+    def start(
+        self, path: Path, parts: Sequence[Part], rng: dict[str, Any], state: dict[str, Any], *, aside: bool
+    ) -> None:
+        """Begin to write this rank's part of a checkpoint. Collective. aside: copy it to the host first, so that what is saved may change;
+        otherwise it may not before it is `finished`.
 
         Raises UserError when `path` exists and is not an empty directory, or cannot be made; RuntimeError when the
         last save was not waited for.
@@ -138,14 +143,16 @@ class Saver:
         run_on_all_or_raise(lambda: _make(path) if dist.get_rank() == 0 else None)
         name, key = gathered(_SECRETS, (secrets.token_hex(16), secrets.token_hex(32)))[0]
         pieces = [piece for part in parts if part.saved for piece in part.pieces()]
+        tensors = [piece.flat for piece in pieces]
         try:
-            copies = run_on_all_or_raise(lambda: self._staging.copy([piece.flat for piece in pieces]))
+            if aside:
+                tensors = run_on_all_or_raise(lambda: self._staging.copy(tensors))
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(path, ignore_errors=True)
             raise
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._job = _Job(path, name, key, rank, ranks, pieces, copies, rng, state)
+        self._job = _Job(path, name, key, rank, ranks, pieces, tensors, aside, rng, state)
         store = dist.distributed_c10d._get_default_store()
         threading.Thread(target=_write, args=(self._job, store), name="checkpoint", daemon=True).start()
 
@@ -189,20 +196,21 @@ def _write(job: _Job, store: Any) -> None:
         error = error or _in_words(job.path, cause)
     job.error = error
     job.parts.clear()
-    job.copies.clear()
+    job.tensors.clear()
     job.done.set()
 
 
 def _write_part(job: _Job) -> list[Entry]:
     """This rank's files. What was written is removed again when that fails."""
-    written = list(zip(job.parts, job.copies, strict=True))
-    count = min(WRITERS, 1 + sum(copy.nbytes for copy in job.copies) // FILE_BYTES)
+    written = list(zip(job.parts, job.tensors, strict=True))
+    count = min(WRITERS, 1 + sum(tensor.nbytes for tensor in job.tensors) // FILE_BYTES)
     names = [f"__{job.rank}_{n}.distcp" for n in range(count)]
     rng = job.path / f"rng-{job.rank:05d}.json"
     try:
         with ThreadPoolExecutor(count) as pool:
             paths, shares = (job.path / name for name in names), (written[n::count] for n in range(count))
-            entries = [entry for file in pool.map(_write_file, paths, shares) for entry in file]
+            files = pool.map(_write_file, paths, shares, [job.aside] * count)
+            entries = [entry for file in files for entry in file]
         write_json(rng, job.rng)
         return entries
     except BaseException:
@@ -211,10 +219,10 @@ def _write_part(job: _Job) -> list[Entry]:
         raise
 
 
-def _write_file(path: Path, written: Sequence[tuple[Part, Tensor]]) -> list[Entry]:
+def _write_file(path: Path, written: Sequence[tuple[Part, Tensor]], aside: bool) -> list[Entry]:
     with TensorFile(path) as file:
-        for part, copy in written:
-            file.add(part.key, part.shape, part.box, copy)
+        for part, tensor in written:
+            file.add(part.key, part.shape, part.box, tensor if aside else tensor.to("cpu", copy=True))
     return file.entries
 
 

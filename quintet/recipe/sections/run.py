@@ -47,7 +47,7 @@ class Checkpoint(Section):
     keep_last: PositiveInt = 2
     """Checkpoints kept; an older one is removed once a newer one is whole."""
     async_save: bool = True
-    """Write while the next steps go on, from a copy in host memory; false makes the copy as well, and waits for the disk."""
+    """Write while the next steps go on, from a copy in host memory; false makes no copy, and training waits for the disk."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a failed save (a full disk) does to the run."""
     hf_every_steps: NonNegativeInt = 0

@@ -67,7 +67,7 @@ def parts_of(engine: Any) -> list[Part]:
     checkpoints = engine._checkpoints
     holding = checkpoints._holding()
     parts = list(holding.weights())
-    for one in checkpoints._states(holding):
+    for one in checkpoints._states(holding, checkpoints._slots()):
         parts += [one.part(kind, tensor) for kind, tensor in one.slot.tensors(checkpoints._moments()).items()]
     return parts
 

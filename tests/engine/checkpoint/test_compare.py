@@ -17,18 +17,19 @@ from tests.oracle.models import save
 
 
 def saves(path: Path, where: Path) -> None:
-    """On each rank: a save, one more of what was loaded in another layout, and one that lost moments on the way."""
+    """On each rank: a save, one without a copy, one of what was loaded in another layout, and one that lost moments on the way."""
     case = Case("qwen2", dp=2, distributed_optimizer=True)
     engine = bare_engine(case, path)
     engine.load_hf(path)
     step(engine, case)
     engine.save(where / "saved")
+    engine.save(where / "in place", aside=False)
     release(engine)
     other = bare_engine(Case("qwen2", tp=2), path)
     other.load(where / "saved")
     other.save(where / "again")
     checkpoints = other._checkpoints
-    lost = next(iter(checkpoints._states(checkpoints._holding())))
+    lost = next(iter(checkpoints._states(checkpoints._holding(), checkpoints._slots())))
     with torch.no_grad():
         lost.slot.tensors(checkpoints._moments())["exp_avg"].zero_()
     other.save(where / "lost")
@@ -38,7 +39,8 @@ def saves(path: Path, where: Path) -> None:
 @pytest.mark.slow
 def test_a_lost_moment_is_found_in_another_layout(pool, models, tmp_path):
     pool.run(saves, 2, save("qwen2", models / "qwen2"), tmp_path)
-    assert differences(tmp_path / "saved", tmp_path / "again") == []
+    for same in ("again", "in place"):
+        assert differences(tmp_path / "saved", tmp_path / same) == []
     found = differences(tmp_path / "saved", tmp_path / "lost")
     assert found
     assert all(

@@ -57,7 +57,7 @@ def test_weights_in_fp32_are_the_masters_where_these_are_trained(
     load.want_weights(holding, from_masters=from_masters)
     load.read()
     assert not weight.any()
-    load.commit()
+    load.commit([], lambda _: None)
     assert torch.equal(weight, torch.full((2, 3), value, dtype=dtype))
 
 
@@ -70,7 +70,10 @@ def test_masters_are_the_weights_of_a_checkpoint_without_them(tmp_path, masters,
     load, _ = loading(path, weight)
     load.want_states([StatePart(slot, "w", (2, 3), ((1, 2), (0, 2)), 2, True)], ["exp_avg"])
     load.read()
-    load.commit()
+    begun: list[Slot] = []
+    other = Slot(weight, 5, 6, None, inner, master)
+    load.commit([other, slot], begun.append)
+    assert [id(one) for one in begun] == [id(slot), id(other)]  # also what nothing is read of
     assert master.tolist() == [0, 0, value, value]
     assert moment.tolist() == [0, 0, 3.5, 3.5]
 

@@ -24,7 +24,7 @@ def concluded(path: Path, store: Any) -> Exception | None:
 
 
 def job_of(path: Path, rank: int = 0) -> saver._Job:
-    return saver._Job(path, "token", "ab" * 32, rank, 3, [], [], {}, {"steps": 1})
+    return saver._Job(path, "token", "ab" * 32, rank, 3, [], [], True, {}, {"steps": 1})
 
 
 def tell(store: Any, rank: int) -> None:
