@@ -116,6 +116,8 @@ _DOTTED = {
     "reward.function": "custom_reward_function.path custom_reward_function.name",
     "mtp={}": "mtp.enable mtp.enabled",
     "rollout.quantization=fp8": "rollout.fp8",
+    "rollout.quantization": "quantization_config.method quantization_config.quant_method",
+    "engine.fp8": "fp8",
     "rollout.draft_tokens": "mtp.enable_rollout mtp.method rollout.speculative_config.method",
     "engine.replay_routes": "router_replay.mode actor.router_replay.mode megatron.router_replay.mode",
 }
@@ -136,6 +138,15 @@ def _turned(table: dict[str, str]) -> dict[str, str]:
 
 WORDS, DOTTED = _turned(_WORDS), _turned(_DOTTED)
 """Name elsewhere → the key, or the key and its value."""
+INSTEAD = _turned(
+    {
+        "the optimizer's state is fp32; optimizer.cpu_fraction keeps it in host memory": "use_precision_aware_optimizer",
+        "model.path reads Hugging Face's weights, which `quintet convert` makes of torch_dist's; checkpoints are torch_dist": "use_dist_checkpointing "
+        "dist_checkpointing_path",
+        "rollout.vllm takes it, as it does all options of vLLM's engine": "enforce_eager enable_chunked_prefill max_num_batched_tokens",
+    }
+)
+"""Name elsewhere → what is done here in its place. `recipe.megatron` has that for the fields of megatron-core's TransformerConfig."""
 
 
 def dotted_elsewhere(unknown: str) -> str | None:

@@ -20,6 +20,7 @@ from quintet.install import shipped_recipe
 from quintet.recipe.elsewhere import VALUES, is_elsewhere
 from quintet.recipe.hub import SHAPES, are_shapes_alone, known_shapes
 from quintet.recipe.keys import RENAMED, all_keys, expected, has_kinds, leaf_keys, nearest_key, section_type
+from quintet.recipe.megatron import instead
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules import Command, broken_rules
 from quintet.recipe.schema import Recipe
@@ -204,7 +205,8 @@ def _whole(details: ErrorDetails, source: _Source) -> list[ErrorDetails]:
         return [details]
     leaves = list(_leaves(path, details["input"]))
     if any(
-        (source.origin(one) or "").startswith(_OVERRIDE) or is_elsewhere(".".join(one)) for one, _ in leaves
+        (source.origin(one) or "").startswith(_OVERRIDE) or is_elsewhere(".".join(one)) or instead(one[-1])
+        for one, _ in leaves
     ):
         return [{**details, "loc": leaf, "input": value} for leaf, value in leaves]
     return [details]
@@ -229,6 +231,8 @@ def _explain(details: ErrorDetails, source: _Source) -> str:
         if ours is not None and is_elsewhere(key):
             meant = VALUES.get(ours, {}).get(str(details["input"]))
             return f"{where}: unknown key {key}; in quintet it is {ours}{f'={meant}' if meant else ''}"
+        if done := instead(path[-1]):
+            return f"{where}: unknown key {key}; {done}"
         if ":" in path[-1]:
             return f"{where}: unknown key {key}; a colon needs a space after it: {path[-1].replace(':', ': ', 1)}"
         near = "none in docs/recipe.md is like it" if ours is None else f"the nearest valid key is {ours}"

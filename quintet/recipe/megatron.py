@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from quintet.recipe.elsewhere import WORDS
+from quintet.recipe.elsewhere import INSTEAD, WORDS
 from quintet.recipe.reserved_options import declared_fields
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ _REASONS = {
     """,
     "routes of the same tokens would differ each time they are computed, and with them the log-probs": "moe_input_jitter_eps moe_router_force_load_balancing",
     "decided by engine.replay_routes": "moe_enable_routing_replay",
+    "routers score in fp32, whatever model.dtype is": "moe_router_dtype",
     (
         "CUDA graphs are not available in this version: packed rows differ in length from micro-batch to "
         "micro-batch"
@@ -143,6 +144,14 @@ def why_refused(name: str) -> str:
         if key
         else "decided by the model, by other keys of the recipe or by quintet's own layers"
     )
+
+
+def instead(name: str) -> str | None:
+    """Return what to say of a field, or another trainer's key, that no recipe has by this name: the key that sets it, or what is done
+    in its place; None of other names."""
+    if name in FREE:
+        return f"in quintet it is engine.megatron.{name}"
+    return _REFUSED.get(name) or INSTEAD.get(name)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.errors import UserError
-from quintet.recipe.elsewhere import DOTTED, WORDS
+from quintet.recipe.elsewhere import DOTTED, INSTEAD, WORDS
 from quintet.recipe.keys import all_keys, expected, leaf_keys, nearest_key
 from quintet.recipe.loader import dump_resolved, load_recipe
 from quintet.recipe.schema import Recipe, Sft
@@ -227,6 +227,42 @@ def test_no_key_is_near_what_quintet_lacks(refuse, unknown: str) -> None:
 )
 def test_anothers_name_goes_before_one_of_ours_that_looks_alike(refuse, theirs: str, ours: str) -> None:
     assert refuse(theirs).endswith(f"in quintet it is {ours}")
+
+
+@pytest.mark.parametrize("theirs", sorted(WORDS | DOTTED | INSTEAD))
+def test_every_key_of_anothers_is_told_by_what_it_is_here(refuse, theirs: str) -> None:
+    """By itself, and below the sections that it has there."""
+    here = INSTEAD.get(theirs) or f"in quintet it is {(WORDS | DOTTED)[theirs]}"
+    names = [theirs, f"actor_rollout_ref.actor.megatron.{theirs}"]
+    said = refuse(*(f"{name}=x" for name in names)).splitlines()[1:]
+    assert [line.partition(": unknown key ")[2] for line in said] == [f"{name}; {here}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "here"),
+    [
+        ("override_transformer_config.fp8=e4m3", "in quintet it is engine.fp8=blockwise"),
+        ("override_transformer_config.fp8_recipe=blockwise", "in quintet it is engine.fp8"),
+        ("override_transformer_config.moe_aux_loss_coeff=0.1", "in quintet it is engine.aux_loss.weight"),
+        ("override_transformer_config.moe_z_loss_coeff=0.1", "in quintet it is engine.z_loss"),
+        ("override_transformer_config.moe_router_dtype=fp32", "routers score in fp32, whatever model.dtype"),
+        ("override_transformer_config.moe_enable_deepep=true", "tokens are sent by quintet's own dispatcher"),
+        ("moe_token_dispatcher_type=flex", "tokens are sent by quintet's own dispatcher"),
+        ("moe_permute_fusion=true", "in quintet it is engine.megatron.moe_permute_fusion"),
+        (
+            "optim.override_optimizer_config.use_precision_aware_optimizer=true",
+            "the optimizer's state is fp32",
+        ),
+        ("megatron.use_dist_checkpointing=true", "model.path reads Hugging Face's weights"),
+        ("rollout.enforce_eager=true", "rollout.vllm takes it"),
+        ("quantization_config.method=fp8", "in quintet it is rollout.quantization"),
+    ],
+)
+def test_what_no_key_says_is_told_by_what_is_done(refuse, theirs: str, here: str) -> None:
+    assert f"unknown key {theirs.partition('=')[0]}; {here}" in refuse(theirs)
+    section, _, word = theirs.partition("=")[0].rpartition(".")
+    text = f"model: {{build: {{}}}}\ndata: {{task: addition}}\ntheirs:\n  {section or 'none'}: {{{word}: {theirs.partition('=')[2]}}}\n"
+    assert f"; {here}" in refuse(text=text)
 
 
 def test_a_section_is_told_with_its_keys(refuse) -> None:
