@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quintet.errors import UserError
 from quintet.packing import dynamic as planner
-from quintet.packing.align import Alignment, alignment, alignment_of, row_buckets
+from quintet.packing.align import FP8_TOKENS, Alignment, alignment, alignment_of, row_buckets
 from quintet.packing.dynamic import smallest_fits
 from quintet.packing.plan import Cell, Plan, PlanTime, cell_sizes, plan_microbatches
 from quintet.packing.time_model import CellCosts, plan_times
@@ -42,8 +42,8 @@ COSTS = CellCosts(fixed=5.0, quadratic=0.002, exchange=(0.05, 0.1))
 def mixes(draw: Callable[..., Any], coupled: bool = True) -> Mix:
     """Lengths, half of the time with a tail far beyond one rank's budget, ranks, and what a layout asks of a row."""
     dp, cp, tp = draw(st.integers(1, 4)), draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([1, 2]))
-    fp8 = draw(st.sampled_from([None, None, "tensorwise"]))
-    budget = draw(st.sampled_from([64, 100, 256]))
+    fp8 = draw(st.sampled_from([None, None, *FP8_TOKENS]))
+    budget = draw(st.sampled_from([64, 100, 256])) * (8 if fp8 == "blockwise" else 1)  # a row is of 128 · tp
     few = draw(st.sampled_from([False, False, True]))
 
     def align(size: int) -> Alignment:
@@ -375,7 +375,7 @@ def test_a_sample_that_fits_no_block_is_named_with_the_smallest_settings_that_it
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2]),
     st.integers(16, 600),
-    st.sampled_from([None, "tensorwise", "blockwise"]),
+    st.sampled_from([None, *FP8_TOKENS]),
     st.booleans(),
     st.booleans(),
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintet.engine.row import MicroBatch, pack
-from quintet.packing.align import Alignment, alignment, row_buckets
+from quintet.packing.align import FP8_TOKENS, Alignment, alignment, row_buckets
 from quintet.packing.context import held_ranges
 from quintet.packing.plan import plan_microbatches, target_counts
 
@@ -70,7 +70,7 @@ def check_row(
     slack=st.integers(0, 60),
     tp=st.sampled_from([1, 2, 3]),
     cp=st.sampled_from([1, 2, 4]),
-    fp8=st.sampled_from([None, "tensorwise"]),
+    fp8=st.sampled_from([None, *FP8_TOKENS]),
     bucketed=st.booleans(),
     ahead=st.sampled_from([(1,), (1, 2, 3)]),
 )
@@ -89,6 +89,7 @@ def test_every_token_comes_back(lengths, dp, slack, tp, cp, fp8, bucketed, ahead
             check_row(parts, cell.samples, flat, align)
             assert len({part.tokens for part in parts}) == 1
             assert parts[0].tokens <= budget
+            assert parts[0].tokens % (tp * FP8_TOKENS.get(fp8, 1)) == 0
             seen += cell.samples
     assert sorted(seen) == list(range(len(lengths)))
 
@@ -125,7 +126,7 @@ def test_each_head_has_its_own_global_count(sizes, dp):
     chosen=st.data(),
     tp=st.sampled_from([1, 2]),
     cp=st.sampled_from([1, 2, 4]),
-    fp8=st.sampled_from([None, "tensorwise"]),
+    fp8=st.sampled_from([None, *FP8_TOKENS]),
     short=st.booleans(),
     dtype=st.sampled_from([torch.uint8, torch.int16, torch.bool, torch.float32]),
     dims=st.sampled_from([(), (3,), (2, 3)]),
