@@ -13,8 +13,8 @@ Prints a line a claim, with its figure; exit status 1 if one does not hold; the 
 - old log-probs of an unchanged policy are the first log-probs of an update, bit for bit, one plan, without recompute; with replayed
   routes, too; and with those routes told as a rollout tells them, by sample, where no token would choose otherwise;
 - with full recompute, and with half of the optimizer on the CPU, losses and gradient norms are those without, to 1e-3;
-- after a step, after offload and reload, and after a checkpoint was loaded, every copy of a weight in 8 bits that a run multiplies by
-  is the one made afresh of the weight, bit for bit, and none is left when the run is done;
+- after a step, after offload and reload, after a checkpoint was loaded, and in another engine that resumes from one, every copy of a
+  weight in 8 bits that a run multiplies by is the one made afresh of the weight, bit for bit, and none is left when the run is done;
 - TransformerEngine's blocks are those that a rollout is sent (blockwise).
 """
 
@@ -220,6 +220,14 @@ def prove_recipe(case: Case, recipe: str | None, theirs: Pairs, claims: Claims) 
         told = ("other_blocks", len(others), "weights")
         claims.tell("blocks", f"other than sent: {others or 'none'}", not others, told)
 
+    with tempfile.TemporaryDirectory(prefix="quintet-fp8-") as directory:
+        saved = Path(directory) / "saved"
+        ours.engine.save(saved)
+        del ours, passes, compare  # all that holds the engine
+        resumed = case.loop(recipe)
+        resumed.engine.load(saved)
+        tell_copies(resumed, "resume", recipe, claims)
+
 
 def same_loss(case: Case, found: Pairs, theirs: Pairs, claims: Claims) -> None:
     """Of the last ten steps, before each has trained on its text."""
@@ -291,8 +299,7 @@ def same_routes(made: Any) -> tuple[str, int, bool]:
 
 def copies_are_fresh(made: Any, recipe: str | None, claims: Claims) -> None:
     """Of a run after each thing that changes weights or moves them."""
-
-    engine, (batch, cells) = made.engine, made.steps[0]
+    engine = made.engine
     with tempfile.TemporaryDirectory(prefix="quintet-fp8-") as directory:
         saved = Path(directory) / "saved"
 
@@ -312,15 +319,20 @@ def copies_are_fresh(made: Any, recipe: str | None, claims: Claims) -> None:
         }
         for what, move in moves.items():
             move()
-            seen: list[tuple[int, list[str]]] = []
-            with copies_seen(seen):
-                engine.forward(batch, cells)
-            number, old = seen[-1]
-            left = len(list(copies(engine.chunks)))
-            figure = f"{number} copies, {len(old)} old {old[:2]}, {left} left"
-            holds = not old and not left and (number > 0) is bool(recipe)
-            metric = f"old_copies_after_{what.split()[-1]}"
-            claims.tell(f"copies after {what}", figure, holds, (metric, len(old), "copies"))
+            tell_copies(made, what, recipe, claims)
+
+
+def tell_copies(made: Any, what: str, recipe: str | None, claims: Claims) -> None:
+    """Claim that the next run after something multiplies by no old copy, and leaves none."""
+    seen: list[tuple[int, list[str]]] = []
+    with copies_seen(seen):
+        made.engine.forward(*made.steps[0])
+    number, old = seen[-1]
+    left = len(list(copies(made.engine.chunks)))
+    figure = f"{number} copies, {len(old)} old {old[:2]}, {left} left"
+    holds = not old and not left and (number > 0) is bool(recipe)
+    metric = f"old_copies_after_{what.split()[-1]}"
+    claims.tell(f"copies after {what}", figure, holds, (metric, len(old), "copies"))
 
 
 def main(argv: list[str] | None = None) -> int:
