@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import experts, fp8, fp8_proof, step
 from benchmarks.room import needed
+from quintet.engine import fp8 as fp8_engine
 from quintet.recipe import schema
 from quintet.recipe.fp8 import MULTIPLE, matrices
 from quintet.recipe.schema import Layout
@@ -210,6 +212,50 @@ def test_figures_that_are_none_are_told_and_not_kept() -> None:
     claims.tell("blocks", "other than sent: none", True, ("other_blocks", 0, "weights"))
     assert [one["metric"] for one in claims.records] == ["other_blocks"]
     assert not claims.held
+
+
+class Whole:
+    """A quantiser as far as the proof asks one: to whole numbers."""
+
+    rowwise = False
+
+    def copy(self) -> Whole:
+        return Whole()
+
+    def set_usage(self, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise = rowwise and not columnwise
+
+    def quantize(self, weight: torch.Tensor) -> SimpleNamespace:
+        assert self.rowwise
+        rounded = weight.round()
+        return SimpleNamespace(_quantizer=Whole(), dequantize=lambda: rounded)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_old_copy_of_a_weight_is_told(stale: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two layers, of which one's weight is another since its copy was made."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    kept, made = fp8_engine.drop_copies, Whole()
+    made.set_usage(rowwise=True, columnwise=False)
+
+    def forward() -> None:
+        for layer in layers:
+            layer._fp8_workspaces = {"weight": made.quantize(layer.weight.detach())}
+        if stale:
+            with torch.no_grad():
+                layers[1].weight[3, 3] += 2
+        fp8_engine.drop_copies([layers])
+
+    claims = proof_claims()
+    loop = SimpleNamespace(engine=SimpleNamespace(forward=forward, chunks=[layers]), steps=[()])
+    fp8_proof.tell_copies(loop, "resume", "blockwise", claims)
+    assert claims.held is not stale
+    old = "1 old ['1.weight']" if stale else "0 old []"
+    said = f"8b blockwise, copies after resume: 2 copies, {old}, 0 left\n"
+    assert capsys.readouterr().out == ("FAILED " if stale else "holds  ") + said
+    (one,) = claims.records
+    assert (one["metric"], one["value"]) == ("old_copies_after_resume", int(stale))
+    assert fp8_engine.drop_copies is kept
 
 
 @pytest.mark.parametrize("eight", [True, False])
