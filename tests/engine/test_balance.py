@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 from quintet.algorithms.expert_load import ExpertLoad
 from quintet.engine.balance import Load, RouterLosses, RowLoad, move_biases
 from quintet.engine.checkpoint.slots import slots
+from quintet.engine.engine import Engine
 from quintet.engine.layers.router import Router
 from quintet.engine.routes import Routers
 from quintet.errors import UserError
 from quintet.models import MoeShape
+from tests.oracle.balance_mistakes import moved_first
 from tests.oracle.cases import Case
 from tests.oracle.data import TEMPERATURE, trained_tokens
 from tests.oracle.lora import written
@@ -152,12 +155,24 @@ def steps_not_taken(case: Case, path: Path) -> None:
     next(engine.model.parameters()).main_grad.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
         engine.optimizer_step()
-    assert all(torch.equal(before[name], one) for name, one in biases(pieces(engine, "param")).items())
+    after = biases(pieces(engine, "param"))
+    assert all(torch.equal(before[name], one) for name, one in after.items()), "the bias has moved"
 
 
-def test_the_bias_moves_after_a_step(pool, tmp_path):
+def moved_before_a_step(case: Case, path: Path) -> None:
+    step = Engine.optimizer_step
+    with (
+        mock.patch.object(Engine, "optimizer_step", lambda engine: moved_first(step, engine)),
+        pytest.raises(AssertionError, match="the bias has moved"),
+    ):
+        steps_not_taken(case, path)
+
+
+@pytest.mark.parametrize("run", [steps_not_taken, moved_before_a_step])
+def test_the_bias_moves_after_a_step(pool, tmp_path, run):
+    """And where it would move before, that is seen."""
     case = replace(BIASED, aux_loss="batch")
-    pool.run(steps_not_taken, 1, case, written(case, tmp_path))
+    pool.run(run, 1, case, written(case, tmp_path))
 
 
 def collapsed(case: Case, path: Path) -> list[float]:

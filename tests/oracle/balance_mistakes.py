@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,15 +33,26 @@ def own_counts(original: Any, engine: Any, counts: torch.Tensor) -> torch.Tensor
 
 def moved_before(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """The bias moves as a mini-batch begins, by what it was before it: forward and backward meet another than the last step left. (Fast enough that no token of these is too far from a tie.)"""
+    result = original(engine, *args, **kwargs)
+    _move(engine, 50)
+    result = original(engine, *args, **kwargs)
+    _move(engine, -50)
+    return result
+
+
+def moved_first(original: Any, engine: Any) -> Any:
+    """The bias moves and then the optimizer steps, as in megatron-core: weights are the same, but where the step is not taken."""
+    _move(engine, 1)
+    with mock.patch("quintet.engine.engine.move_biases"):
+        return original(engine)
+
+
+def _move(engine: Any, times: float) -> None:
     from quintet.engine.balance import move_biases
     from quintet.engine.layers.router import Router
 
-    result = original(engine, *args, **kwargs)
     routers = [m for chunk in engine.chunks for m in chunk.modules() if isinstance(m, Router)]
-    move_biases(routers, engine._counts[:, :-2], 50 * engine.recipe.expert_bias_rate)
-    result = original(engine, *args, **kwargs)
-    move_biases(routers, engine._counts[:, :-2], -50 * engine.recipe.expert_bias_rate)
-    return result
+    move_biases(routers, engine._counts[:, :-2], times * engine.recipe.expert_bias_rate)
 
 
 def other_way(original: Any, routers: Any, counts: torch.Tensor, rate: float) -> None:
