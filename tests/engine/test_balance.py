@@ -175,8 +175,9 @@ def test_the_bias_moves_after_a_step(pool, tmp_path, run):
     pool.run(run, 1, case, written(case, tmp_path))
 
 
-def collapsed(case: Case, path: Path) -> list[float]:
-    """On one rank: the busiest expert over the mean at each step of a model whose routers send everything to two of eight experts."""
+def collapsed(case: Case, path: Path) -> dict[str, list[float]]:
+    """On one rank: the busiest expert over the mean, and the z-loss where there is one, at each step of a model whose routers send
+    everything to two of eight experts."""
     steps, engine = 60, Training(case, path).engine
     with torch.no_grad():
         # What all tokens have in common, and two experts answer to.
@@ -188,12 +189,12 @@ def collapsed(case: Case, path: Path) -> list[float]:
                 module.weight[:2] += 6 * common / len(common)
     engine.start_optimizer(case.optimizer_recipe.model_copy(update={"clip_grad_norm": None}), steps)
     mine, cells, _ = share(engine, 0)
-    loads = []
+    told: list[dict[str, float]] = []
     for _ in range(steps):
         engine.forward_backward(mine, cells, Objective("lm", trained_tokens(0)), TEMPERATURE)
         engine.optimizer_step()
-        loads.append(engine.expert_load().metrics()["experts/load"])
-    return loads
+        told.append(engine.expert_load().metrics())
+    return {name: [one[name] for one in told if name in one] for name in ("experts/load", "experts/z_loss")}
 
 
 @pytest.mark.nightly
@@ -205,14 +206,22 @@ def collapsed(case: Case, path: Path) -> list[float]:
     ],
 )
 def test_collapsed_routers_recover(pool, tmp_path, family, ways):
-    """With each way to balance them, and not without."""
+    """With each way to balance them, and not without, nor by the z-loss, which brings their logits down."""
     path = written(Case(family), tmp_path)
-    (stays,) = pool.run(collapsed, 1, Case(family), path)
+
+    def loads(**how: Any) -> list[float]:
+        (told,) = pool.run(collapsed, 1, Case(family, **how), path)
+        if "z_loss" in how:
+            assert told["experts/z_loss"][-1] < told["experts/z_loss"][0] / 200
+        return told["experts/load"]
+
+    stays = loads()
     assert min(stays) > 3.3
     for how in ways:
-        (recovers,) = pool.run(collapsed, 1, Case(family, **how), path)
+        recovers = loads(**how)
         assert recovers[0] == stays[0] > 3.9
         assert max(recovers[-5:]) < 1.7
+    assert min(loads(z_loss=True)) > 1.9
 
 
 FROZEN = Case("qwen3_moe", frozen=".mlp.gate", distributed_optimizer=True)
