@@ -1,4 +1,5 @@
-"""Recipes of models that fit no test machine, over directories of their whole size: `quintet check` finds nothing to put right."""
+"""Recipes of models that fit no test machine: over directories of their whole size `quintet check` finds nothing to put right, and over
+tiny models of the same families they train."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from quintet.cli import main
+from quintet.data.tokenizer import build_char_tokenizer
 from quintet.models import read_shape, table_of
 from quintet.models.fp8_blocks import DTYPE, SCALE, scales_shape
 from quintet.recipe.hub import SHAPES
+from tests.end_to_end.test_train import metrics, run, run_directory
 from tests.models.directory import write_tokenizer, write_weights
+from tests.oracle.ahead import save_with_layers
+from tests.oracle.models import save
 
 pytestmark = pytest.mark.slow
 
@@ -77,8 +82,46 @@ def test_a_recipe_of_a_giant_is_sound(tmp_path, capsys, recipe: str, name: str, 
 def paths(model: Path, where: Path) -> list[str]:
     """Overrides of a model and of data that are written there."""
     data = where / "data.jsonl"
-    data.write_text("".join(f'{{"prompt": "What is {n} + 1?", "answer": "{n + 1}"}}\n' for n in range(1000)))
+    data.write_text(
+        "".join(f'{{"prompt": "What is {n} mod 10?", "answer": "{n % 10}"}}\n' for n in range(1000))
+    )
     return [f"model.path={model}", f"data.train_path={data}", f"data.eval_path={data}"]
+
+
+ON_A_LAPTOP = [
+    *("cluster.device=cpu", "cluster.ranks=4", "cluster.ranks_per_node=4", "optimizer.cpu_fraction=0"),
+    *("rollout.backend=native", "rollout.memory_fraction=0.5", "rollout.max_response_tokens=16"),
+    *("train.steps=1", "train.prompts_per_step=24", "train.eval_prompts=2"),
+]
+"""Of a recipe of a giant: where it runs, what is not of the native rollout, and how much. All else is as its file has it."""
+EXPERTS = ["layout.tp=2", "layout.pp=2", "layout.ep=2", "rollout.layout.tp=4"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "family", "own"),
+    [
+        ("deepseek_v3_96_h20", "deepseek_v3", [*EXPERTS, "layout.stage_layers=[3, 1]"]),
+        ("qwen3_235b_a22b_32_h20", "qwen3_moe", [*EXPERTS, "layout.stage_layers=[1, 3]"]),
+        ("qwen2_7b_8_h20", "qwen2", []),
+        ("mimo_7b_mtp_8gpu", "mimo", ["rollout.draft_tokens=0", "reward.overlong_tokens=8"]),
+    ],
+)
+def test_a_recipe_of_a_giant_trains_a_tiny_model(tmp_path, recipe: str, family: str, own: list[str]) -> None:
+    """One step, of which some samples are rewarded."""
+    path = tmp_path / family
+    if "mtp" in recipe:
+        save_with_layers(family, 1, path)
+    else:
+        save(family, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 15}))
+    build_char_tokenizer("0123456789 What is mod?", path)
+    where = [*paths(path, tmp_path), f"run.dir={tmp_path / 'runs'}"]
+    directory = run_directory(run("train", str(RECIPES / f"{recipe}.yaml"), *where, *ON_A_LAPTOP, *own))
+    assert json.loads((directory / "summary.json").read_text())["status"] == "finished"
+    (step,) = (line for line in metrics(directory, "rl") if "loss" in line)
+    assert step["grad_norm"] > 0
+    assert ("mtp/loss_1" in step) is ("mtp" in recipe)
 
 
 def test_the_largest_is_looked_through_as_it_was_published(tmp_path) -> None:
