@@ -53,7 +53,7 @@ class Load:
             master = state_key(MASTER, key)
             if from_masters and part.flat.dtype == torch.float32 and master in self.reader.tensors:
                 key = master
-            self._want(key, part.shape, part.box, part.flat.dtype, _flat(part))
+            self._want(key, part, part.flat.dtype, _flat(part))
 
     def want_states(self, parts: Iterable[StatePart], moments: Sequence[str]) -> None:
         """Ask for masters and moments. Where a checkpoint has no masters, its weights are fp32 and are the masters."""
@@ -61,10 +61,9 @@ class Load:
             if one.slot.master is not None:
                 master = state_key(MASTER, one.key)
                 key = master if master in self.reader.tensors else one.key
-                self._want(key, one.shape, one.box, torch.float32, _place(one, MASTER, ()), one.slot)
+                self._want(key, one, torch.float32, _place(one, MASTER, ()))
             for name in moments:
-                key, place = state_key(name, one.key), _place(one, name, moments)
-                self._want(key, one.shape, one.box, torch.float32, place, one.slot)
+                self._want(state_key(name, one.key), one, torch.float32, _place(one, name, moments))
 
     def read(self) -> None:
         """Read and check everything that is wanted.
@@ -103,22 +102,17 @@ class Load:
             begin(slot)
 
     def _want(
-        self,
-        key: str,
-        shape: tuple[int, ...],
-        box: Box,
-        dtype: torch.dtype,
-        place: Callable[[], Tensor],
-        slot: Slot | None = None,
+        self, key: str, where: Part | StatePart, dtype: torch.dtype, place: Callable[[], Tensor]
     ) -> None:
         stored = self.reader.tensors.get(key)
         if stored is None:
             raise UserError(f"{self.reader.path}: {key} is missing")
-        if stored.shape != tuple(shape):
+        if stored.shape != tuple(where.shape):
             raise UserError(
-                f"{self.reader.path}: {key} has shape {stored.shape}, this model's has {tuple(shape)}"
+                f"{self.reader.path}: {key} has shape {stored.shape}, this model's has {tuple(where.shape)}"
             )
-        self._wanted.append(_Wanted(key, box, dtype, place, slot))
+        slot = where.slot if isinstance(where, StatePart) else None
+        self._wanted.append(_Wanted(key, where.box, dtype, place, slot))
 
     def _check_names(self, holding: Holding) -> None:
         """The checkpoint holds the tensors of this model, on whichever rank they are, and no others."""
