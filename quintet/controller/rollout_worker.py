@@ -51,7 +51,7 @@ class RolloutWorker(Worker):
     def memory_needed(self, device_bytes: int | None) -> Needs:
         if not hasattr(self, "shape"):
             return Needs()
-        recipe = on_device(self.recipe, self.device)
+        recipe = on_device(self.recipe, self.device, self.model_dir)
         weights, cache = rollout_bytes(recipe, setup_of(recipe, self.shape), device_bytes)
         return Needs(
             {"weights": weights, "KV cache": cache},

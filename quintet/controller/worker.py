@@ -174,7 +174,7 @@ class PolicyWorker(Worker):
     def memory_needed(self, device_bytes: int | None) -> Needs:
         if self.command not in ("train", "sft") or not hasattr(self, "shape"):
             return Needs()
-        recipe, asked = (on_device(one, self.device) for one in (self.recipe, self.asked))
+        recipe, asked = (on_device(one, self.device, self.model_dir) for one in (self.recipe, self.asked))
         what = self.shape, cast("Command", self.command)
         return Needs(fullest_rank(recipe, *what), cheaper(recipe, *what, asked))
 

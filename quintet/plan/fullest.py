@@ -119,7 +119,7 @@ def cheaper(
     def needs(one: Recipe) -> int:
         return sum(fullest_rank(one, shape, command).values())
 
-    return _cheaper(recipe, asked or recipe, command, _settings(recipe, shape), needs)
+    return _cheaper(recipe, asked or recipe, shape, command, _settings(recipe, shape), needs)
 
 
 def cheaper_rollout(recipe: Recipe, shape: ModelShape, device_bytes: int | None) -> list[tuple[str, int]]:
@@ -133,20 +133,21 @@ def cheaper_rollout(recipe: Recipe, shape: ModelShape, device_bytes: int | None)
             return sys.maxsize
         return sum(rollout_bytes(one, setup, device_bytes))
 
-    return _cheaper(resolved, resolved, "train", _rollout_settings(resolved), needs)
+    return _cheaper(resolved, resolved, shape, "train", _rollout_settings(resolved), needs)
 
 
 def _cheaper(
     recipe: Recipe,
     asked: Recipe,
+    shape: ModelShape,
     command: Command,
     settings: Iterator[dict[str, object]],
     needs: Callable[[Recipe], int],
 ) -> list[tuple[str, int]]:
-    now, known = needs(recipe), _broken(asked, command)
+    now, known = needs(recipe), _broken(asked, command, shape)
     found = []
     for changes in settings:
-        if _broken(_with(asked, changes), command) - known:
+        if _broken(_with(asked, changes), command, shape) - known:
             continue
         needed = needs(_with(recipe, changes))
         if needed < (1 - WORTH) * now:
@@ -163,8 +164,8 @@ def _with(section: Any, changes: Mapping[str, object]) -> Any:
     return section
 
 
-def _broken(recipe: Recipe, command: Command) -> set[str]:
-    return {one.message for one in broken_rules(recipe, command)}
+def _broken(recipe: Recipe, command: Command, shape: ModelShape) -> set[str]:
+    return {one.message for one in broken_rules(recipe, command, shape)}
 
 
 def _settings(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, object]]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quintet.models import ModelShape, trained_shape
 from quintet.recipe.schema import Layout, Optimizer, Recipe
 
 
-def on_device(recipe: Recipe, device: str) -> Recipe:
-    """Return the recipe with the device that cluster.device=auto comes to."""
-    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"device": device})})
+def on_device(recipe: Recipe, device: str, model_dir: Path | None = None) -> Recipe:
+    """Return the recipe with the device that cluster.device=auto comes to. model_dir: what stands for a path, or a name of the hub, that need
+    not be one on this node."""
+    model = recipe.model.model_copy(update={"path": recipe.model.path and (model_dir or recipe.model.path)})
+    cluster = recipe.cluster.model_copy(update={"device": device})
+    return recipe.model_copy(update={"cluster": cluster, "model": model})
 
 
 def optimizers(recipe: Recipe) -> dict[str, Optimizer]:

@@ -14,6 +14,7 @@ from quintet.controller import rollout_worker
 from quintet.controller.rollout_worker import RolloutWorker
 from quintet.controller.worker import PolicyWorker
 from quintet.errors import OutOfMemory
+from quintet.models import trained_shape
 from quintet.recipe.schema import Recipe, Rollout
 from tests.plan.test_memory import CONFIGS
 
@@ -34,6 +35,27 @@ def test_a_device_without_room_for_cuda_is_told_before_the_model_is_known(
         rank.at_work("setup"),
     ):
         rank.setup()
+
+
+@pytest.mark.parametrize("name", ["models/named-elsewhere", "nobody/named-elsewhere"])
+@pytest.mark.parametrize("worker", [PolicyWorker, RolloutWorker])
+def test_settings_are_judged_where_the_model_has_another_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worker: Any, name: str
+) -> None:
+    """A path of the controller's directory, or a name of the hub: the files are where this node has them. Of experts on two ranks ep=4 is none."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    given = {
+        "model": {"path": name},
+        "cluster": {"ranks": 2},
+        "layout": {"ep": 2},
+        "data": {"task": "addition"},
+    }
+    rank = worker(PLACE, Recipe.model_validate(given), tmp_path)
+    rank.shape = trained_shape(tmp_path)
+    named = [key for key, _ in rank.memory_needed(80 << 30).settings]
+    assert named
+    assert not any("layout.ep" in key for key in named)
 
 
 @pytest.mark.parametrize(

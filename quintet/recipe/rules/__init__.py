@@ -62,12 +62,13 @@ def shape_of(recipe: Recipe) -> ModelShape | None:
     return with_mtp(recipe, shape_of_built(build)) if path is None and build is not None else None
 
 
-def broken_rules(recipe: Recipe, command: Command = "train") -> list[Problem]:
-    """Return every problem of a recipe that has passed the type checks, in the order of `RULES`."""
+def broken_rules(
+    recipe: Recipe, command: Command = "train", shape: ModelShape | None = None
+) -> list[Problem]:
+    """Return every problem of a recipe that has passed the type checks, in the order of `RULES`. shape: of the model, where it is known."""
     problems: list[Problem] = []
-    shape = None
     try:
-        shape = shape_of(recipe)
+        shape = shape or shape_of(recipe)
     except UserError as error:
         keys = [key for key in ("model.family", "mtp.init_layers", "mtp") if str(error).startswith(key)]
         text = str(error) if keys else f"model.path: {str(error).removeprefix('model.path: ')}"
