@@ -103,9 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _table(stages)
     full = max(stages, key=lambda one: one.device[one.fullest])
-    print(
-        f"Fullest: {_ranks_like(full, stages, ranks)} in {full.fullest}, {full.device[full.fullest] / GIB:.1f} GiB."
-    )
+    most = full.device[full.fullest] / GIB
+    print(f"Fullest: {_ranks_like(full, stages, ranks)} in {full.fullest}, {most:.1f} GiB.")
     print(_of_host(stages, recipe.checkpoint.async_save))
     if recipe.engine.fp8 is not None:
         print(in_8_bits(recipe, shape, gpu or USUAL))
@@ -153,11 +152,9 @@ def _of_host(stages: Sequence[StagePlan], aside: bool) -> str:
     if most["save"] == most["steps"]:
         return f"{said}{load}"
     if not aside:
-        return f"{said}, {most['save']:,.0f} while a checkpoint is saved, {most['load']:,.0f} while one is loaded."
-    return (
-        f"{said}, {most['save']:,.0f} from the first save on, whose copies stay{load} checkpoint.async_save=false makes none, and training waits "
-        "for the disk."
-    )
+        return f"{said}, {most['save']:,.0f} while a checkpoint is saved{load.replace('a checkpoint', 'one')}"
+    said += f", {most['save']:,.0f} from the first save on, whose copies stay{load}"
+    return f"{said} checkpoint.async_save=false makes none, and training waits for the disk."
 
 
 def _ranks_like(full: StagePlan, stages: Sequence[StagePlan], ranks: int) -> str:

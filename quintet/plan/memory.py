@@ -30,8 +30,9 @@ class Memory:
     activations: all that micro-batches in flight keep. head: logits or values, and their gradients, while they
     exist. workspace: the most that the backward pass of a layer has besides. step_workspace: the same of the
     optimizer's update. copies: of weights in 8 bits (engine.fp8), while micro-batches are computed. host_optimizer: optimizer state in host memory (`optimizer.cpu_fraction`).
-    read, saved: what a load of a checkpoint takes of the host before the first step, beyond host_optimizer, and what saves copy there; of
-    ranks that hold the same each saves its part, but what tp does not cut, and an embedding on two stages, count for each.
+    masters: what there is of optimizer before the first step. read, saved: what a load of a checkpoint takes of the host before that step,
+    beyond host_optimizer, and what saves copy there; of ranks that hold the same each saves its part, but what tp does not cut, and an
+    embedding on two stages, count for each.
     """
 
     parameters: int
@@ -43,6 +44,7 @@ class Memory:
     step_workspace: int = 0
     host_optimizer: int = 0
     copies: int = 0
+    masters: int = 0
     read: int = 0
     saved: int = 0
 
@@ -87,6 +89,7 @@ def rank_memory(setup: Setup, place: Place | None = None) -> Memory:
         workspace=workspace(setup),
         step_workspace=_update(setup, owned - away),
         copies=_copies(setup, place.pp),
+        masters=(owned - away) * (per_element - on_host + 8),
         # Of host_optimizer the first step makes the copies of gradients, and moments take the place of what was read.
         read=sum(p.numel for p in stored) * setup.width + states - (on_host - 4) * away,
         saved=_in_turns(setup, stored, setup.width)

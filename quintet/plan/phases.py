@@ -114,14 +114,17 @@ def ranks_of_node(recipe: schema.Recipe) -> int:
 def _on_host(
     recipe: schema.Recipe, held: Sequence[Memory], shares: Mapping[str, float], asleep: int
 ) -> dict[str, int]:
-    """By moment, of one rank of each role. asleep: of a rollout. Gradients leave without a copy; roles are loaded one after another."""
-    optimizer = sum(one.host_optimizer for one in held)
+    """By moment, of one rank of each role. asleep: of a rollout. Gradients leave without a copy; roles are loaded one after another. Before
+    that the rest has left for rollouts in processes of their own to start, or for another role; moments only of roles loaded before."""
+    optimizer, loaded = sum(one.host_optimizer for one in held), max(held, key=lambda one: one.read)
     away = sum(int(one.parameters * shares["params"] + one.optimizer * shares["optimizer"]) for one in held)
+    leaves_first = len(held) > 1 or placement_of(recipe).own_processes
+    before = away - int((loaded.optimizer - loaded.masters) * shares["optimizer"]) if leaves_first else 0
     saves = recipe.checkpoint.every_steps > 0
     loads = saves or recipe.resume is not None
     written = sum(one.saved for one in held) if recipe.checkpoint.async_save else WRITTEN_AT_ONCE
     return {
-        "load": loads * (optimizer + max(one.read for one in held) + READ_AT_ONCE),
+        "load": loads * (optimizer + before + asleep + loaded.read + READ_AT_ONCE),
         "steps": optimizer + away + asleep,
         "save": optimizer + away + asleep + saves * written,
     }

@@ -141,8 +141,7 @@ WORDS, DOTTED = _turned(_WORDS), _turned(_DOTTED)
 INSTEAD = _turned(
     {
         "the optimizer's state is fp32; optimizer.cpu_fraction keeps it in host memory": "use_precision_aware_optimizer",
-        "model.path reads Hugging Face's weights, which `quintet convert` makes of torch_dist's; checkpoints are torch_dist": "use_dist_checkpointing "
-        "dist_checkpointing_path",
+        "model.path reads Hugging Face's weights, which `quintet convert` makes of torch_dist's": "use_dist_checkpointing dist_checkpointing_path",
         "rollout.vllm takes it, as it does all options of vLLM's engine": "enforce_eager enable_chunked_prefill max_num_batched_tokens",
     }
 )

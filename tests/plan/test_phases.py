@@ -73,7 +73,8 @@ def test_phases_are_made_of_the_formula():
         assert one.device["load"] == one.device["save"] == memory.static
         assert memory.static < one.device["logprob"] < memory.static + (16 << 30)
         steps = memory.parameters + memory.optimizer + memory.host_optimizer
-        loading = memory.host_optimizer + memory.read + READ_AT_ONCE
+        # Parameters have left for vLLM to start, and what is read is beside their pinned memory.
+        loading = memory.parameters + memory.host_optimizer + memory.read + READ_AT_ONCE
         each = {"load": loading, "steps": steps, "save": steps + WRITTEN_AT_ONCE}
         assert one.host == {moment: 8 * size for moment, size in each.items()}
 
@@ -221,7 +222,32 @@ def test_other_roles_count(more):
     kept = [plan.host["save"] - plan.host["steps"] for plan in (one, other)]
     assert kept[1] - kept[0] == 8 * held.saved  # nothing of a reference policy
     assert bool(held.saved) is ("ppo" in more)
-    assert other.host["load"] == pytest.approx(one.host["load"], rel=0.01)  # one after another
+    # One after another: what is read is of one role, and the others have left meanwhile, the policy with its moments.
+    policy = rank_memory(replace(setup, optimizer=beside.optimizer))
+    loading = [plan.host["load"] // 8 - READ_AT_ONCE for plan in (one, other)]
+    first = policy.parameters // 2 + policy.optimizer // 3 + policy.read
+    assert loading == pytest.approx([first, first + held.parameters // 2 + held.optimizer], rel=1e-6)
+
+
+NATIVE = ("rollout.backend=native", "rollout.memory_fraction=0.5")
+
+
+@pytest.mark.parametrize(
+    ("more", "away"),
+    [
+        (["rollout.sleep_level=1"], ["parameters", "masters", "parameters"]),
+        ([*NATIVE, "rollout.own_processes=true"], ["parameters", "masters"]),
+        ([*NATIVE, "engine.offload_params=0"], []),
+    ],
+)
+def test_what_leaves_before_a_load_stays_in_host_memory(more, away):
+    """Rollouts in processes of their own start, and sleep, before: one that sleeps at level 1 has a copy of its weights."""
+    recipe, shape = loaded("qwen2_7b_8_h20", *more)
+    (one,) = plan_stages(recipe, shape)
+    memory = rank_memory(replace(setup_of(recipe, shape), optimizer=recipe.optimizer))
+    assert memory.masters == memory.optimizer / 3
+    before = sum(getattr(memory, name) for name in away)
+    assert one.host["load"] // 8 == pytest.approx(before + memory.read + READ_AT_ONCE, rel=0.01)
 
 
 def write_config(path: Path, family: str) -> None:
