@@ -43,8 +43,8 @@ LIMITS: dict[str, str | dict[str, str]] = {
         "the host's launches share the rest, and no record tells them apart.",
         "qwen2.5-1.5b": "the host as well: on busy ones quintet did 0.93 and 0.98 of what megatron-core alone did (2026-11-22), here more.",
         "qwen3-8b": "memory, which decides what is computed again. Of four GPUs at rows of 16k `mfu` was 0.41 where all is (2026-11-22, in no record), is 0.47 "
-        "with the MLPs alone, and 0.56 with what lies between products, which fits 141 GB; rows of 8k fit without, at 0.5499 where 0.55 was aimed for. Plain layers on eight "
-        "(portable) did 0.25 of it. Then each rank of the benchmark took a thread for each of the host's cores, and packing waited for them: on a host of 64 four ranks "
+        "with the MLPs alone, and 0.56 with what lies between products, which fits 141 GB; rows of 8k fit without, at 0.5499 where 0.55 was aimed for. Plain layers "
+        "(portable) on eight had 0.25, in no record either. Then each rank of the benchmark took a thread for each of the host's cores, and packing waited for them: on a host of 64 four ranks "
         "took 4.2 s a step where one took 1.44. Ranks of a run have one each, and since 2026-11-28 the benchmark's too; they were not measured again.",
         "qwen3-30b-a3b": "the sending of tokens between ranks, and what the fullest rank has to compute: routers with random weights choose more unevenly than trained "
         "ones. Three steps a depth are measured, so that a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
@@ -74,7 +74,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
     "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
-    "planned: 2 to 7 GiB here, most of it while vLLM is awake. Seconds are planned at the best. `save` and `load` were not measured yet.",
+    "planned: 2 to 7 GiB here, most of it while vLLM is awake. Seconds are planned at the best; what leaves for generation and comes back was planned in `sync` then, and is in `generate` now. `save` and `load` were not measured yet.",
     "rollout": {
         "laptop": "two cores, shared with whatever else the machine does.",
         "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",
@@ -86,7 +86,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
     },
     "routes": "of training, the host: a GPU computes for 1.0 s of a step's 1.5 to 1.8 s, so that seconds are no measure of what replay costs, and why the step "
     "without it takes longer is not known; `kernel_s` and `host_ms` are its own. Of the rollout, two pairs of calls: an interval that holds 0.",
-    "step": "generation, two to three fifths of a step, and more than three of TRL's (`generate_s_median`). Responses of long-tailed lengths have no record yet. In 8 bits "
+    "step": "generation, two to three fifths of a step, and three or more of TRL's (`generate_s_median`). Responses of long-tailed lengths have no record yet. In 8 bits "
     "on four GPUs vLLM generated slower than in bf16, by a build without DeepGEMM; with it, as in its own wheel, and 12 layers on one, as fast: there head, attention's scores and "
     "the draw are most of its steps, and stay in bf16.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
@@ -96,7 +96,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
 
 TRIED = """## Tried, and left out
 
-What was measured and did not help, so that nobody need try it again as it was; a table that shows it has the name in brackets.
+What was measured and did not help, so that nobody need try it again as it was; where it is told below stands in brackets.
 
 - vLLM's first model runner, which vLLM takes by itself, launches a kernel a sequence where requests have seeds: less than half of the second's
   tokens/s (`rollout`, `bare-first`).
@@ -104,7 +104,7 @@ What was measured and did not help, so that nobody need try it again as it was; 
   `quintet check` warns of it.
 - A rollout in 8 bits without DeepGEMM generates slower than in bf16 (`step`, `4gpu/blockwise`).
 - One launch for all experts makes them no five times as fast where each has 1,024 rows, but 1.56 times (`experts`).
-- A thread for each of the host's cores in every rank: packing waits for them (`engine`).
+- A thread for each of the host's cores in every rank: packing waits for them (`engine`, of `qwen3-8b`).
 """
 
 
