@@ -399,7 +399,7 @@ def main() -> None:
     if args.shape != ON_CPU and not args.shape.startswith("tiny"):
         need_gpus(args.gpus, f"--shape {ON_CPU}")
     sides: list[str] = args.only or ["native", "vllm"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was found up to then is kept
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the sides with it
     if args.call_by_call:
         by_case = [pairs for _, pairs in in_turns(args, sides, args.rounds)]
         calls = {

@@ -101,9 +101,15 @@ EXPERTS = ["layout.tp=2", "layout.pp=2", "layout.ep=2", "rollout.layout.tp=4"]
     ("recipe", "family", "own"),
     [
         ("deepseek_v3_96_h20", "deepseek_v3", [*EXPERTS, "layout.stage_layers=[3, 1]"]),
-        ("qwen3_235b_a22b_32_h20", "qwen3_moe", [*EXPERTS, "layout.stage_layers=[1, 3]"]),
         ("qwen2_7b_8_h20", "qwen2", []),
-        ("mimo_7b_mtp_8gpu", "mimo", ["rollout.draft_tokens=0", "reward.overlong_tokens=8"]),
+        pytest.param(
+            *("qwen3_235b_a22b_32_h20", "qwen3_moe", [*EXPERTS, "layout.stage_layers=[1, 3]"]),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *("mimo_7b_mtp_8gpu", "mimo", ["rollout.draft_tokens=0", "reward.overlong_tokens=8"]),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_recipe_of_a_giant_trains_a_tiny_model(tmp_path, recipe: str, family: str, own: list[str]) -> None:
