@@ -283,7 +283,7 @@ def _packed(setup: Setup, recipe: Recipe) -> str:
 
 
 def checkpoints(recipe: Recipe) -> str:
-    """Return where checkpoints go, how large one will be, and whether there is room."""
+    """Return where checkpoints go, how large one will be, there and in host memory, and whether there is room."""
     settings = recipe.checkpoint
     if not settings.every_steps:
         return "Checkpoints: none to resume from (checkpoint.every_steps=0); the trained model is saved at the end."
@@ -295,7 +295,9 @@ def checkpoints(recipe: Recipe) -> str:
     size = checkpoint_bytes(recipe, shape, recipe.model.dtype_on(recipe.cluster.device))
     # One more is written before the oldest goes.
     most, free = size * (settings.keep_last + 1), _free(recipe.run.dir)
-    text += f"; one takes about {size / _GIB:.1f} GiB, all up to {most / _GIB:.1f} GiB"
+    copy = ", and from the first on as much of the hosts' memory (checkpoint.async_save)"
+    copy *= settings.async_save
+    text += f"; one takes about {size / _GIB:.1f} GiB{copy}, all up to {most / _GIB:.1f} GiB"
     if free < most:
         return f"{text}: warning, {free / _GIB:.1f} GiB are free there."
     return f"{text} of the {free / _GIB:.0f} GiB that are free there."

@@ -424,7 +424,8 @@ def test_check_tells_where_checkpoints_go_and_how_large_one_is(
         one = bytes_each * 212096 / 1024
         assert "Checkpoints: every 20 steps to out/run-<time>/checkpoints, the newest 2 kept" in said
         assert (
-            f"; one takes about {one:.1f} GiB, all up to {3 * one:.1f} GiB of the 16384 GiB that are" in said
+            f"; one takes about {one:.1f} GiB, and from the first on as much of the hosts' memory (checkpoint.async_save), "
+            f"all up to {3 * one:.1f} GiB of the 16384 GiB that are" in said
         )
     assert main([*asked, "cluster.device=cpu", "lora={rank: 4, targets: [q_proj]}"]) == 0
     adapters = re.search(r"linear layers: ([\d,]+) parameters are trained", said := capsys.readouterr().err)
@@ -433,6 +434,8 @@ def test_check_tells_where_checkpoints_go_and_how_large_one_is(
     assert main([*asked, "checkpoint.keep_last=9", "checkpoint.hf_every_steps=40"]) == 0
     said = capsys.readouterr().err
     assert ": warning, 16384.0 GiB are free there." in said
+    assert main([*asked, "checkpoint.async_save=false"]) == 0
+    assert "of the hosts' memory" not in capsys.readouterr().err
     assert "Hugging Face directories: every 40 steps to out/run-<time>/hf, all kept." in said
 
 
