@@ -148,12 +148,12 @@ def _of_host(stages: Sequence[StagePlan], aside: bool) -> str:
     """Host memory of the fullest node at each moment, and what needs less of it. aside: copies are saved, and training goes on."""
     most = {moment: max(one.host[moment] for one in stages) / GIB for moment in stages[0].host}
     said = f"Host memory of a node: up to {most['steps']:,.0f} GiB in steps"
-    load = f", {most['load']:,.0f} while a checkpoint is loaded." if most["load"] else "."
+    save, load = (f"{most[moment]:,.0f}" for moment in ("save", "load"))
     if most["save"] == most["steps"]:
-        return f"{said}{load}"
+        return f"{said}, {load} while a checkpoint is loaded." if most["load"] else f"{said}."
     if not aside:
-        return f"{said}, {most['save']:,.0f} while a checkpoint is saved{load.replace('a checkpoint', 'one')}"
-    said += f", {most['save']:,.0f} from the first save on, whose copies stay{load}"
+        return f"{said}, {save} while a checkpoint is saved, {load} while one is loaded."
+    said += f", {save} from the first save on, whose copies stay, {load} while a checkpoint is loaded."
     return f"{said} checkpoint.async_save=false makes none, and training waits for the disk."
 
 

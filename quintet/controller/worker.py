@@ -394,6 +394,7 @@ class PolicyWorker(Worker):
             saved = self.roles.whole(role)
             saved.save(path, wait=False, aside=aside)
             if not aside:
+                # Before another role takes the device; each rank for itself, for a disk may take long.
                 saved.save_finished(wait=True)
         except UserError as error:
             return str(error)

@@ -6,7 +6,7 @@ rollout.memory_fraction of the device, or where that is not known its weights an
 samples. Of other roles what stays on the device counts in each phase, on their fullest stage. Not counted are what a process has before any
 tensor and fragmentation.
 
-Host memory that is pinned stays: what has left the devices once, and what a save has copied, whether it writes beside the next steps or not.
+Host memory that is pinned stays: what has left the devices once, and what a save in the background has copied.
 Not counted is the copy of a reference policy that is saved once, after a warm-up.
 """
 
@@ -120,13 +120,13 @@ def _on_host(
     away = sum(int(one.parameters * shares["params"] + one.optimizer * shares["optimizer"]) for one in held)
     leaves_first = len(held) > 1 or placement_of(recipe).own_processes
     before = away - int((loaded.optimizer - loaded.masters) * shares["optimizer"]) if leaves_first else 0
-    saves = recipe.checkpoint.every_steps > 0
+    steps, saves = optimizer + away + asleep, recipe.checkpoint.every_steps > 0
     loads = saves or recipe.resume is not None
     written = sum(one.saved for one in held) if recipe.checkpoint.async_save else WRITTEN_AT_ONCE
     return {
         "load": loads * (optimizer + before + asleep + loaded.read + READ_AT_ONCE),
-        "steps": optimizer + away + asleep,
-        "save": optimizer + away + asleep + saves * written,
+        "steps": steps,
+        "save": steps + saves * written,
     }
 
 
