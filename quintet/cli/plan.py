@@ -11,7 +11,7 @@ from quintet.errors import UserError
 from quintet.plan.cards import CARDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from quintet.models import ModelShape
     from quintet.plan.phases import StagePlan
@@ -76,9 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the memory of each pipeline stage's fullest rank by phase. 0 it fits or is not compared, 2 it does not fit."""
     from quintet.plan.describe import in_units
     from quintet.plan.fp8 import USUAL, in_8_bits
-    from quintet.plan.fullest import setup_of
-    from quintet.plan.phases import advice, plan_stages
-    from quintet.plan.rollout import without_room
+    from quintet.plan.phases import plan_stages
     from quintet.plan.seconds import samples_of
     from quintet.recipe.hub import shapes_alone
     from quintet.recipe.loader import load_recipe
@@ -122,20 +120,27 @@ def run(arguments: argparse.Namespace) -> int:
                 "rollout.memory_fraction of the device."
             )
         return 0
+    for line in (lacking := list(_lacking(recipe, shape, stages, limit))):
+        print(line)
+    return MISFIT if lacking else 0
+
+
+def _lacking(recipe: Recipe, shape: ModelShape, stages: Sequence[StagePlan], limit: int) -> Iterator[str]:
+    """The phases that take more than `limit` bytes of a device, and what to change for each."""
+    from quintet.plan.fullest import setup_of
+    from quintet.plan.phases import advice
+    from quintet.plan.rollout import without_room
+
     narrow = without_room(recipe, setup_of(recipe, shape), limit)
-    over = {
-        phase: max(stages, key=lambda one: one.device[phase])
-        for phase in full.device
-        if max(one.device[phase] for one in stages) > limit and not (phase == "generate" and narrow)
-    }
-    for phase, one in over.items():
-        print(
-            f"{phase}: {one.device[phase] / GIB:.1f} GiB on stage {one.stage} are more than {gib:g}; take "
-            f"{advice(recipe, shape, phase, rests=one.device['load'] > limit)}"
-        )
+    for phase in stages[0].device:
+        full = max(stages, key=lambda one: one.device[phase])
+        if full.device[phase] > limit and not (phase == "generate" and narrow):
+            yield (
+                f"{phase}: {full.device[phase] / GIB:.1f} GiB on stage {full.stage} are more than {limit / GIB:g}; take "
+                f"{advice(recipe, shape, phase, rests=full.device['load'] > limit)}"
+            )
     if narrow is not None:
-        print(f"generate: {narrow}")
-    return MISFIT if over or narrow else 0
+        yield f"generate: {narrow}"
 
 
 def _published(recipe: Recipe) -> str | None:
@@ -215,7 +220,6 @@ def _predict(
 
 def _table(stages: Sequence[StagePlan]) -> None:
     sizes = [f"{one} GiB" for one in (*stages[0].device, "host")]
-    names = ["stage", "layers", "parameters of a rank", *sizes]
     rows = [
         (
             str(one.stage),
@@ -225,7 +229,7 @@ def _table(stages: Sequence[StagePlan]) -> None:
         )
         for one in stages
     ]
-    print_table(names, rows)
+    print_table(["stage", "layers", "parameters of a rank", *sizes], rows)
 
 
 COMMAND = Command(
