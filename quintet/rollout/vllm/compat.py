@@ -10,10 +10,12 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import re
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -52,6 +54,9 @@ _ON_LOOPBACK = {
     "VLLM_LOOPBACK_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+_CAUSE = re.compile(r"\] (?:\w+\.)*(\w+(?:Error|Exception)): (.*\S)")
+"""Class and words of an error, in a line of what vLLM's processes log."""
+_NO_MEMORY = re.compile("out of memory|allocate memory")
 _ON_CPU = {
     # vLLM would bind its threads to cores that other ranks use as well.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -124,10 +129,12 @@ def stores_on_loopback() -> None:
 @contextmanager
 def starting() -> Iterator[None]:
     """Raise, where an engine is made within the block, UserError saying what vLLM has against its arguments or the machine,
-    WorkerFailure where its processes do not start."""
+    WorkerFailure where its processes do not start, and as it is what says that there is no memory."""
+    began = os.fstat(1).st_size
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as raised:
+        error = _cause(raised, began)
         if "trust_remote_code" in str(error):  # 0.20.2 raises RuntimeError, 0.32.0 ValueError
             raise UserError(
                 f"vLLM {require()} cannot read the model without code that comes with it (auto_map in config.json), and code of a "
@@ -146,12 +153,28 @@ def starting() -> Iterator[None]:
                 f"vLLM {require()} cannot start as the recipe asks: {str(error).rstrip('.')}. (What it calls gpu_memory_utilization "
                 f"is rollout.memory_fraction.){other_runner()}"
             ) from error
-        if "core initialization failed" not in str(error):
+        if error is raised:
             raise
-        raise WorkerFailure(
-            "vLLM: the processes of its engine did not start; their error is in this rank's log, in logs/ of the run directory",
-            traceback=traceback.format_exc(),
-        ) from error
+        raise error from raised
+
+
+def _cause(raised: Exception, began: int) -> Exception:
+    """The error of an engine's processes where this one says no more than that they did not start. It is in what they have written to
+    stdout, a rank's log, since that had `began` bytes."""
+    if "core initialization failed" not in str(raised):
+        return raised
+    log = Path("/dev/fd/1")
+    found = _CAUSE.search(log.read_bytes()[began:].decode(errors="replace")) if log.is_file() else None
+    kind, said = found.groups() if found else ("", "")
+    if kind == "ValueError":
+        return ValueError(said)
+    if _NO_MEMORY.search(said):
+        return RuntimeError(said)  # which says so to whoever knows what to change
+    told = f" ({kind}: {said})" if found else ""
+    return WorkerFailure(
+        f"vLLM: the processes of its engine did not start{told}; all that they wrote is in this rank's log, in logs/ of the run directory",
+        traceback=traceback.format_exc(),
+    )
 
 
 def make_offline(arguments: Mapping[str, Any], *, processes: bool) -> Any:

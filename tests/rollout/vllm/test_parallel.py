@@ -9,8 +9,9 @@ import psutil
 import pytest
 import torch
 
-from quintet.errors import WorkerFailure
+from quintet.errors import UserError, WorkerFailure
 from quintet.rollout.base import Request, Sampling
+from quintet.rollout.vllm import rollout as rollout_module
 from tests.rollout.vllm.conftest import DEVICE
 from tests.rollout.vllm.greedy import greedy, greedy_by_transformers
 from tests.rollout.vllm.threads import Call
@@ -73,3 +74,20 @@ def test_a_worker_that_dies_is_named(rollout):
         call.result(timeout_s=60)
     with pytest.raises(WorkerFailure, match="Worker_TP1"):
         rollout.generate([Request([1])], sampling)
+
+
+@pytest.mark.nightly
+def test_a_worker_without_memory_says_so(start, monkeypatch, capfd):
+    """The engine is made here, and what fails is in another process, which writes why on stdout."""
+    of_recipe = rollout_module.engine_arguments
+
+    def too_much(*args):
+        return of_recipe(*args) | {"kv_cache_memory_bytes": 1 << 50}
+
+    monkeypatch.setattr(rollout_module, "engine_arguments", too_much)
+    said = (
+        r"vLLM .* cannot start as the recipe asks: .*1048576\.0 GiB" if DEVICE == "cpu" else "out of memory"
+    )
+    with pytest.raises((UserError, RuntimeError), match=said):
+        start("qwen3", layout={"tp": 2})
+    assert "Worker_TP" in capfd.readouterr().out

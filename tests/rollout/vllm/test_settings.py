@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -256,14 +257,64 @@ def test_what_vllm_has_against_a_value_is_a_sentence(monkeypatch):
         settings(block_size="abc")
 
 
-def test_processes_that_do_not_start_are_told_with_where_to_look():
-    with (
-        pytest.raises(WorkerFailure, match=r"did not start; their error is in this rank's log"),
-        compat.starting(),
-    ):
+@contextmanager
+def stdout_in(log):
+    """For the length of the block this process and its children write there, as those of a rank do."""
+    kept = os.dup(1)
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind", "told"),
+    [
+        ([], WorkerFailure, r"did not start; all that they wrote is in this rank's log"),
+        (
+            ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."],
+            RuntimeError,
+            "^CUDA out of memory. Tried to allocate 2.00 GiB.$",
+        ),
+        (
+            ["ValueError: Free memory on device cuda:1 (9.1/139.8 GiB) is less than desired. "],
+            UserError,
+            r"cannot start as the recipe asks: Free memory on device cuda:1 \(9.1/139.8 GiB\) is less than desired\. \(What",
+        ),
+        (
+            ["    raise KeyError(name)", "KeyError: 'lm_head'", "RuntimeError: Worker failed with error 'lm_head'"],
+            WorkerFailure,
+            r"did not start \(KeyError: 'lm_head'\); all that they wrote is in this rank's log",
+        ),
+    ],
+)  # fmt: skip
+def test_why_processes_do_not_start_is_told(tmp_path, monkeypatch, written, kind, told):
+    """vLLM says no more than that they did not; its processes write why, here beside those of an earlier run."""
+    monkeypatch.setattr(compat, "require", lambda: "0.20.2")
+    monkeypatch.setattr(compat, "other_runner", lambda: "")
+
+    def log(said):
+        os.write(1, f"(Worker_TP1 pid=9) ERROR 11-29 14:40:54 [core.py:953] {said}\n".encode())
+
+    def start():
+        for line in written:
+            log(line)
         raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
-    with pytest.raises(RuntimeError, match="out of memory"), compat.starting():
-        raise RuntimeError("out of memory")
+
+    with stdout_in(tmp_path / "rollout-0.log"):
+        log("ValueError: of yesterday")
+        with pytest.raises(kind, match=told), compat.starting():
+            start()
+
+
+def test_an_error_of_this_process_goes_on_as_it_is():
+    said = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as caught, compat.starting():
+        raise said
+    assert caught.value is said
 
 
 @pytest.mark.parametrize(
