@@ -178,10 +178,12 @@ def _over_vocabulary(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tens
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-prob of a token in each row, fp32 [n]. logits: [n, vocabulary], of which none is missing; tokens: int64 [n]."""
-    found = logits.new_empty((4, len(logits)), dtype=torch.float32)
-    _statistics(logits, tokens, logits.shape[1], 1.0, found)
-    top, total, _, at_token = found
-    return at_token - top - total.log()
+    if runs_fused(logits):
+        from quintet.engine.triton import head as head_kernels
+
+        return head_kernels.log_probs(logits, tokens)
+    logits = logits.float()
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(1)
 
 
 # One pass over logits z [n, vocabulary rows] forward, one backward. `targets` are relative to the slice and may lie

@@ -296,7 +296,7 @@ def policy_sample(
 
     Raises QuintetError for log-probs that are no numbers, or not one a token.
     """
-    if len(policy_logprobs) != len(response_ids) or not all(map(math.isfinite, policy_logprobs)):
+    if len(policy_logprobs) != len(response_ids) or not math.isfinite(sum(policy_logprobs)):
         raise QuintetError(
             f"the rollout's engine told {len(policy_logprobs)} log-probs of {len(response_ids)} tokens, "
             f"{sum(not math.isfinite(one) for one in policy_logprobs)} of them no numbers: nothing can be trained on these"

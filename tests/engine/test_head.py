@@ -252,13 +252,19 @@ def test_the_likeliest_token_is_told(limits) -> None:
     assert top.tolist() == [float(k % 3 == 0) for k in range(20)]
 
 
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels run on GPUs")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("vocabulary", [300, 20_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_of_drawn_tokens_are_those_of_whole_logits(dtype):
-    """Tokens that were cut off have none of the probability."""
-    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
-    tokens = torch.arange(7) * 40
-    logits[3, 200:] = -torch.inf
-    found = head.log_probs_of(logits, tokens)
-    assert found.dtype == torch.float32
+def test_log_probs_of_drawn_tokens_are_those_of_whole_logits(dtype, vocabulary, device_type):
+    """Tokens that were cut off have none of the probability, be they all of a kernel's block."""
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    tokens = torch.arange(7) * (vocabulary // 7)
+    logits[3, : vocabulary // 2 - 10] = logits[4, vocabulary - 100 :] = -torch.inf
     wanted = logits.float().log_softmax(-1)[torch.arange(7), tokens]
+    found = head.log_probs_of(logits.to(device_type), tokens.to(device_type)).cpu()
+    assert found.dtype == torch.float32
+    assert torch.isfinite(found).tolist() == [True, True, True, False, True, True, True]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -8,11 +8,13 @@ its exponentials one a logit: two would take longer than reading the logits does
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+LSE_BLOCK = 8192
 WARPS = 8
 
 
@@ -77,6 +79,27 @@ def _gradient_kernel(
     tl.store(at, grad.to(logits.dtype.element_ty), mask=column < size)
 
 
+@triton.jit
+def _lse_kernel(logits, stride, lse, blocks, valid, BLOCK: tl.constexpr):
+    """One program a token and BLOCK columns. lse: [tokens, blocks]."""
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * stride + column, mask=column < valid, other=-float("inf")).to(tl.float32)
+    top = tl.maximum(tl.max(z, 0), -1e30)
+    tl.store(lse + row * blocks + tl.program_id(0), top + tl.log(tl.sum(tl.exp(z - top), 0)))
+
+
+@triton.jit
+def _log_prob_kernel(logits, stride, tokens, lse, out, blocks, BLOCKS: tl.constexpr):
+    """One program a token. BLOCKS: `blocks` or more, a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCKS)
+    parts = tl.load(lse + row * blocks + lane, mask=lane < blocks, other=-float("inf"))
+    top = tl.max(parts, 0)
+    at_token = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
+    tl.store(out + row, at_token - top - tl.log(tl.sum(tl.exp(parts - top), 0)))
+
+
 def statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: Tensor) -> None:
     """Compute the statistics of a head's logits: see `quintet.engine.head._statistics`. z: [n, rows], out: fp32 [4, n], both of
     stride 1 in their last dim."""
@@ -92,6 +115,23 @@ def statistics(z: Tensor, targets: Tensor, valid: int, temperature: float, out: 
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
+
+
+def log_probs(z: Tensor, tokens: Tensor) -> Tensor:
+    """Compute `quintet.engine.head.log_probs_of`. z: [n, rows], of stride 1 in its last dim.
+
+    A step of generation has few rows: the columns of each are many programs' work, which without sums for an entropy need no loop.
+    """
+    blocks = triton.cdiv(z.shape[1], LSE_BLOCK)
+    lse, out = z.new_empty((len(z), blocks), dtype=torch.float32), z.new_empty(len(z), dtype=torch.float32)
+    if len(z):
+        _lse_kernel[(blocks, len(z))](
+            z, z.stride(0), lse, blocks, z.shape[1], BLOCK=LSE_BLOCK, num_warps=WARPS
+        )
+        _log_prob_kernel[(len(z),)](
+            z, z.stride(0), tokens, lse, out, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1
+        )
+    return out
 
 
 def to_gradient_(

@@ -41,6 +41,8 @@ _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
     # FlashInfer's sampler has no seed a request, and compiles itself on first use.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Attention of a model in fp32 is Triton's, whose products would be rounded to 10 bits (tf32) by themselves.
+    "TRITON_F32_DEFAULT": "ieee",
     # Scoring asks for one token more than the longest sample has, which may be one more than the model has positions. It is
     # drawn and never computed with; that samples fit is the recipe's to check.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
