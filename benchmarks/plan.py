@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,9 @@ AWAY = ("engine.offload_params=1.0", "engine.offload_grads=1.0", "engine.offload
 
 def words_of(args: argparse.Namespace, directory: Path) -> list[str]:
     """Return the recipe: the model's directory and overrides. Model and prompts are written first."""
-    model = write_inputs(directory, CONFIGS[args.shape])
+    # A process of its own draws weights on a device, whose memory is measured here.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
+        model = apart.submit(write_inputs, directory, CONFIGS[args.shape]).result()
     (case,) = (one for one in cases_of(args.shape) if not one.name)
     rows = [{"prompt": prompt, "answer": "a"} for prompt in work_of(case, args.steps)["prompts"]]
     data = directory / "prompts.jsonl"
