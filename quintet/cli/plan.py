@@ -87,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
     if arguments.build is not None:
+        if arguments.gpu or arguments.gpu_gib or arguments.mean_tokens:
+            raise UserError("--build plans no phases: leave --gpu, --gpu-gib and --mean-tokens out")
         return _build(recipe, shape, arguments.build)
     published, ranks = _published(recipe), recipe.cluster.ranks
     gpu = arguments.gpu or (published and ASSUMED[0])
@@ -177,12 +179,10 @@ def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:
     from quintet.diagnose.build_rank import build_ranks, not_covered
 
     every = which == "all"
-    wrong: list[str] = []
     for found in build_ranks(recipe, shape, range(recipe.cluster.ranks) if every else [int(which)]):
         (rank, held) = list(found.parameters.items())[-1]
         print(f"rank {rank}: {held:,} parameters in {found.shards[rank]:,} shards", flush=True)
-        wrong = found.wrong
-    wrong = wrong + (not_covered(found, shape) if every else [])
+    wrong = found.wrong + (not_covered(found, shape) if every else [])
     for one in wrong[:MOST_TOLD]:
         print(one)
     if len(wrong) > MOST_TOLD:

@@ -269,6 +269,12 @@ def test_a_rank_is_a_number_or_all(rank, capsys):
     assert f"argument --build: {rank} is neither a rank, 0 or more, nor all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--gpu", "H20"], ["--gpu-gib", "89"], ["--mean-tokens", "200", "1960"]])
+def test_what_building_does_not_read_is_refused(option, capsys):
+    assert main(["plan", "Qwen2-7B", "--build", "0", *option]) == 2
+    assert "leave --gpu, --gpu-gib and --mean-tokens out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "89GB"])
 def test_a_device_has_a_size(size, capsys):
     with pytest.raises(SystemExit):
