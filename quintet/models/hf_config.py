@@ -33,7 +33,7 @@ def read_json(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UserError(f"{file}: not UTF-8 text; expected a JSON object") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{file} line {error.lineno}: not valid JSON ({error.msg})") from None
+        raise UserError(f"{file} line {error.lineno}: not valid JSON ({error.msg}); copy it anew") from None
     except RecursionError:
         raise UserError(f"{file}: nested too deeply; expected a JSON object") from None
     except ValueError:  # more digits than Python reads

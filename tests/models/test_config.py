@@ -275,7 +275,11 @@ def test_softmax_scale_of_latent_attention_is_that_of_transformers(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\xff\xfe{", "not UTF-8"), (b"[]", "expected a JSON object"), (b"{", "line 1: not valid JSON")],
+    [
+        (b"\xff\xfe{", "not UTF-8"),
+        (b"[]", "expected a JSON object"),
+        (b"{", r"line 1: not valid JSON .*; copy it anew"),
+    ],
 )
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
