@@ -522,6 +522,12 @@ def test_every_rule_has_a_sentence_and_a_test() -> None:
     assert all((one.__doc__ or "").endswith(".") for one in RULES)
 
 
+def test_ranks_of_stages_that_are_none_are_not_counted(refuse, models) -> None:
+    said = refuse(*named(["@moe", "layout.pp=2", "layout.ep=2", "cluster.ranks=3"], models))
+    assert "cluster.ranks=3 is not divisible by layout.tp × pp × cp" in said
+    assert "of a pipeline stage" not in said
+
+
 @pytest.mark.parametrize("override", ["rollout.stop=['']", "rollout.stop=[a, '']"])
 def test_a_stop_text_is_not_empty(refuse, override: str) -> None:
     assert 'is ""; expected a list, each item text of at least 1 character' in refuse(override)

@@ -61,8 +61,8 @@ def experts_divide(facts: Facts) -> Iterator[Problem]:
     if facts.shape is None or facts.shape.moe is None:
         return
     layout, moe, etp = facts.recipe.layout, facts.shape.moe, facts.recipe.layout.expert_tp
-    stage = facts.recipe.cluster.ranks // layout.pp
-    if stage % (etp * layout.ep):
+    stage, odd = divmod(facts.recipe.cluster.ranks, layout.pp)
+    if not odd and stage % (etp * layout.ep):  # another rule tells of ranks that pp does not divide
         said = f"layout.etp × ep = {etp}{' (null: tp)' if layout.etp is None else ''} × {layout.ep} = {etp * layout.ep}"
         yield Problem(
             f"{said} does not divide the {stage} ranks of a pipeline stage (cluster.ranks / layout.pp); "
