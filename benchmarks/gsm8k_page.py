@@ -52,7 +52,7 @@ def section(told: Mapping[str, Any]) -> str:
         )
         lines.append(
             f"- {kind.capitalize()}, GRPO gained {100 * gain:+.2f} points over the warm-up (95% within {100 * low:+.2f} to {100 * high:+.2f}), "
-            f"p = {p:.2g} by a bootstrap over questions."
+            f"one-sided p = {p:.2g} by a bootstrap over questions."
         )
     origin = records[0]
     lines.append(
