@@ -62,9 +62,9 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
         found["routes"] = lambda: _routes(recipe, shape)
     if command in ("train", "sft"):
         found["micro-batches"] = lambda: _rows(recipe)
-        if recipe.model.path is not None:
+        if recipe.model.path is not None or gpu_gib is not None:
             found["memory"] = lambda: _memory(recipe if gpu_gib is None else sized()[0], shape, command)
-    if recipe.model.path is not None:
+    if recipe.model.path is not None or gpu_gib is not None:
         found["offload"] = lambda: _offload(recipe, shape, command) if gpu_gib is None else sized()[1]
     return found
 
@@ -156,7 +156,7 @@ def _layout(recipe: Recipe) -> str:
     dynamic = f" (dynamic: {sizes} for each micro-batch)" if layout.dynamic_cp else ""
     cp = f" × cp {layout.cp}{dynamic}" if layout.cp > 1 else ""
     stages = "" if layout.stage_layers is None else f" of {_in_runs(layout.stage_layers)} layers"
-    return f"Layout: {ranks} ranks = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}{stages}."
+    return f"Layout: {ranks} rank{'s' * (ranks != 1)} = dp {data_parallel(recipe)}{cp} × tp {layout.tp}{sp} × pp {layout.pp}{vpp}{stages}."
 
 
 def own_layout(recipe: Recipe, shape: ModelShape, role: str, device: str | None = None) -> str | None:

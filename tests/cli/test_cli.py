@@ -294,6 +294,17 @@ def test_check_tells_of_the_layouts_that_roles_have_of_their_own(
     assert said(*own, "--command", "sft") == []  # which has the policy alone
 
 
+def test_check_counts_memory_of_a_built_model_where_a_device_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    built = str(Path(__file__).parents[2] / "recipes" / "vllm_one_gpu.yaml")
+    assert main(["check", built, "--gpu-gib", "139"]) == 0
+    said = capsys.readouterr().err
+    assert "Layout: 1 rank = dp 1" in said
+    assert "Memory: about 57.4 GiB" in said
+    assert "The rollout stays awake: training beside it needs 99.1 GiB. Of 139.0 GiB" in said
+
+
 def test_check_tells_what_replayed_routes_come_to(
     recipe: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
