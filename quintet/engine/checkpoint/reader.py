@@ -152,8 +152,7 @@ class Reader:
     def _read_index(self) -> dict[str, Stored]:
         file = self.path / INDEX
         try:
-            index = unpickle(self._bytes(INDEX))
-            return _stored(index)
+            return _stored(unpickle(self._bytes(INDEX)))
         except pickle.UnpicklingError as error:
             raise UserError(f"{file} is refused: {error}") from None
         except UserError:

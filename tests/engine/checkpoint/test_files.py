@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from quintet.engine.checkpoint.format import CHECKSUMS, INDEX, TensorFile, publish, write_json
 from quintet.engine.checkpoint.reader import Reader
@@ -183,12 +184,46 @@ def test_a_malicious_index_is_refused_and_does_not_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["builtins eval", "builtins getattr", "torch load", "torch.serialization load", "os system"]
+    "name", ["builtins eval", "builtins setattr", "torch load", "torch.serialization load", "os system"]
 )
 def test_names_that_an_index_does_not_need(name):
     module, _, attribute = name.partition(" ")
     with pytest.raises(pickle.UnpicklingError, match="asks for"):
         unpickle(f"c{module}\n{attribute}\n.".encode())
+
+
+def attribute_of(kind: str, name: str) -> bytes:
+    """A member of an enum as Python before 3.11.4 pickles it, and what else could be asked for so."""
+    module, _, called = kind.partition(" ")
+    return f"cbuiltins\ngetattr\n(c{module}\n{called}\nV{name}\ntR.".encode()
+
+
+FORMATS = "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING"
+
+
+def test_an_index_of_any_python_is_read(tmp_path, monkeypatch):
+    assert unpickle(attribute_of(FORMATS, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    path = write(tmp_path / "saved")
+    assert b"getattr" in (path / INDEX).read_bytes()
+    assert Reader(path).tensors
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (FORMATS, "__class__"),
+        (FORMATS, "_member_map_"),
+        ("torch.serialization _get_layout", "__globals__"),
+        ("torch Size", "__class__"),
+        ("collections OrderedDict", "fromkeys"),
+    ],
+)
+def test_nothing_but_members_of_enums_is_looked_up(kind, name):
+    with pytest.raises((AttributeError, KeyError)):
+        unpickle(attribute_of(kind, name))
 
 
 def test_a_malicious_tensor_is_refused_and_does_not_run(tmp_path):
