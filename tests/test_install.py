@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quintet.install import shipped_recipe
+from tools.bootstrap import run_pip
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,3 +80,11 @@ def test_only_recipes_are_looked_for_elsewhere(tmp_path: Path, monkeypatch: pyte
         "/recipes/laptop_demo.yaml",
     ):
         assert shipped_recipe(Path(other)) is None
+
+
+def test_a_failed_set_up_says_what_else_wheels_may_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_pip([sys.executable, "-c", "raise SystemExit('no torch')"], ["install"])
+    said = capsys.readouterr().err
+    assert "no torch" in said
+    assert "PIP_INDEX_URL names another index, PIP_FIND_LINKS a directory with torch's wheel" in said

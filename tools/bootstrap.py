@@ -268,7 +268,8 @@ def run_pip(pip: list[str], command: list[str]) -> str:
             print("".join(out[-20:]), err.read()[-8000:], sep="\n", file=sys.stderr)
             fail(
                 f"pip could not do `{' '.join(command)}`; what it said stands above. Check that the package index can "
-                "be reached (PIP_INDEX_URL names another one) and that the disk is not full, then run make again: "
+                "be reached, and download.pytorch.org where the command names it (PIP_INDEX_URL names another index, "
+                "PIP_FIND_LINKS a directory with torch's wheel), and that the disk is not full, then run make again: "
                 "what was downloaded is kept."
             )
     return "".join(out)
