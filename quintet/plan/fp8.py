@@ -61,9 +61,9 @@ def in_8_bits(recipe: Recipe, shape: ModelShape, card: str = USUAL) -> str:
         return f"{what} Warning: an {card} has no products in 8 bits; engine.fp8=null is for it."
     if recipe.engine.fp8 == "blockwise" and not CARDS[card].blocks:
         return f"{what} Warning: an {card} has no products with scales of blocks; engine.fp8=tensorwise or null is for it."
-    gain = most_gain(recipe, shape, card)
+    gain, on_this = most_gain(recipe, shape, card), "" if CARDS[card].hopper else ", on Hopper alone"
     told = [
-        f"{what} At most {gain:.2f}× as fast, counted from dims for {card}s; docs/fp8.md tells what was measured."
+        f"{what} At most {gain:.2f}× as fast, counted from dims for {card}s; docs/fp8.md tells what was measured{on_this}."
     ]
     if gain < LITTLE:
         told.append("Warning: hardly worth it; engine.fp8=null computes more exactly.")

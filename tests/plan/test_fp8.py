@@ -159,6 +159,8 @@ def test_scales_of_blocks_are_of_hopper_and_what_came_after() -> None:
     )
     assert "as fast" not in told
     assert "as fast, counted from dims for L40Ss; " in in_8_bits(recipe("tensorwise"), DENSE, "L40S")
+    untried = {name for name in CARDS if "on Hopper alone." in in_8_bits(recipe("tensorwise"), DENSE, name)}
+    assert untried == {"L40S", "B100", "B200"}
     without = {name for name in CARDS if "no products" in in_8_bits(recipe(), DENSE, name)}
     assert without == {"A100", "A800", "L40S"}
 
