@@ -80,8 +80,8 @@ class RankRollout:
         cast(Any, self.backend).overheard = heard
 
     def slice_samples(self, chosen: list[list[Place]], layers: list[list[int] | None]) -> tuple[Any, ...]:
-        """Cut what this rank keeps: see `SampleStore.slice_for`."""
-        return self.samples.slice_for(chosen, layers)
+        """Cut what this rank keeps, nothing where another of its layout owns the output: see `SampleStore.slice_for`."""
+        return self.samples.slice_for(chosen if self._owns_output else [[] for _ in chosen], layers)
 
     # weights
 

@@ -211,13 +211,8 @@ class InProcessRolloutGroup(Rollouts):
     def slice_samples(
         self, chosen: list[list[list[Place]]], layers: list[list[int] | None]
     ) -> list[list[Any]]:
-        receivers = len(chosen[0])
-        nothing: list[list[Any]] = [[] for _ in range(receivers)]
-        by_rank = {rank: at for at, rank in enumerate(self._owners)}
-        ranks = range(len(self._coords))
-        parts = self._workers.each(Rollout.slice_samples, num_returns=1 + receivers)(
-            [chosen[by_rank[rank]] if rank in by_rank else nothing for rank in ranks], layers
-        )
+        sliced = self._workers.each(Rollout.slice_samples, num_returns=1 + len(chosen[0]))
+        parts = sliced([chosen[c["dp"]] for c in self._coords], layers)
         return [list(parts[rank][1:]) for rank in self._owners]
 
     def mark_weights_updated(self) -> None:

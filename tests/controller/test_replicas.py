@@ -63,6 +63,13 @@ def test_what_a_killed_rollout_owed_is_generated_again(tmp_path: Path, placement
         assert train(s, again) == came_to
 
 
+@pytest.mark.parametrize("layout", ["tp", pytest.param("pp", marks=pytest.mark.nightly)])
+def test_samples_of_a_copy_of_two_ranks_are_trained_on(tmp_path: Path, layout: str) -> None:
+    """One of them keeps the samples, and is asked for them."""
+    with run(tmp_path, *SEPARATE, f"rollout.layout.{layout}=2", "cluster.ranks=1") as s:
+        assert train(s, generate(s))[1] > 0
+
+
 @pytest.mark.parametrize(
     ("when", "ranks"),
     [
