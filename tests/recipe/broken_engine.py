@@ -585,6 +585,22 @@ BROKEN_ENGINE: list[tuple[str, list[str], list[str]]] = [
     ),
     (
         "roles_layouts_are_layouts",
+        [
+            *("algorithm.name=ppo", "cluster.ranks=2", "critic.layout.pp=2"),
+            "optimizer.frozen=['model.embed*', 'model.layers.[01].*']",
+        ],
+        ["optimizer.frozen leaves pipeline stage 0", "fewer stages than critic.layout.pp=2"],
+    ),
+    (
+        "roles_layouts_are_layouts",
+        [
+            *("algorithm.name=ppo", "cluster.ranks=2", "layout.pp=2"),
+            "critic.optimizer.frozen=['model.embed*', 'model.layers.[01].*']",
+        ],
+        ["critic.optimizer.frozen leaves pipeline stage 0", "fewer stages than critic.layout.pp=2"],
+    ),
+    (
+        "roles_layouts_are_layouts",
         ["algorithm.name=ppo", "cluster.ranks=2", "critic.layout={pp: 2, stage_layers: [1, 1]}"],
         ["critic.layout.stage_layers=[1, 1] is 2 pipeline stages of 2 layers together"],
     ),

@@ -542,11 +542,14 @@ def test_a_critics_layout_counts_where_it_is_read(load) -> None:
     load("algorithm.name=ppo", "critic.optimizer.lr_multipliers={score.weight: 2}")
 
 
-def test_a_critic_has_positions_for_the_longest_sample(refuse, tmp_path: Path) -> None:
+def test_a_critic_of_a_path_has_what_the_recipe_asks_of_it(refuse, tmp_path: Path) -> None:
     critic = write_model(tmp_path / "critic", QWEN3 | {"max_position_embeddings": 8})
     said = refuse("algorithm.name=ppo", f"critic.path={critic}")
     assert "of critic.path: data.max_prompt_tokens + rollout.max_response_tokens" in said
     assert "more than the 8 positions" in said
+    again = ["engine.recompute=selective", "engine.recompute_modules=[moe_act]"]
+    said = refuse("model.build.family=qwen3_moe", "algorithm.name=ppo", f"critic.path={critic}", *again)
+    assert "of critic.path: engine.recompute_modules: moe_act is of" in said
     said = refuse("algorithm.name=ppo", "critic.path=nowhere")
     assert "critic.path: nowhere/config.json does not exist: name a Hugging Face directory" in said
 

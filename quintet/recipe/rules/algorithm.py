@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 from quintet.errors import UserError
 from quintet.models import trained_shape
-from quintet.recipe.derived import data_parallel, layout_of, roles_of
+from quintet.recipe.derived import data_parallel, layout_of, optimizer_of, roles_of
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
+from quintet.recipe.rules.engine import recompute_modules_are_there as _AGAIN
 from quintet.recipe.rules.facts import RULES, Facts, rule
 from quintet.recipe.schema import Critic, Reference
 
 _LAYOUT = re.compile(r"(?<![.\w])layout\.")
+_ALONE = {"sft": None, "reference": Reference(), "critic": Critic()}
 
 
 @rule
@@ -34,17 +36,19 @@ def roles_are_there(facts: Facts) -> Iterator[Problem]:
 
 @rule
 def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
-    """A role's own layout is held to every rule of layout.*, and adapters' reference policy is the policy's own model."""
+    """A role's own layout is held to every rule of layout.*, a critic's stages to those of what they train, and adapters' reference policy
+    is the policy's own model."""
     recipe = facts.recipe
     for role in roles_of(recipe) if facts.command == "train" else ():
-        layout, key, shape = layout_of(recipe, role), f"{role}.layout", facts.shape
+        layout, optimizer = layout_of(recipe, role), optimizer_of(recipe, role)
+        key, shape = f"{role}.layout", facts.shape
         if role == "critic" and recipe.critic.path is not None:
             try:
                 shape = trained_shape(recipe.critic.path)
             except UserError as error:
                 yield Problem(f"critic.path: {error}")
                 continue
-        elif layout is recipe.layout:
+        elif layout is recipe.layout and optimizer is recipe.optimizer:
             continue
         if role == "reference" and recipe.lora is not None:
             yield Problem(
@@ -52,14 +56,17 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
                 "remove reference.layout",
                 "lora",
             )
-        own = recipe.model_copy(update={"layout": layout, "reference": Reference(), "critic": Critic()})
+        own = recipe.model_copy(update=_ALONE | {"layout": layout, "optimizer": optimizer})
+        learned = shape and role == "critic" and shape.as_value_model()
         # As if it were all there is: what the rollout needs of a layout is not asked of this one.
-        alone = Facts(own, "sft", shape)
+        alone = Facts(own, "sft", learned or shape)
         for one in RULES:
-            if one.__module__.rpartition(".")[2] not in ("layout", "experts") and one is not _FITS:
+            of_layout = one.__module__.rpartition(".")[2] in ("layout", "experts")
+            of_model = one in (_FITS, _AGAIN)
+            if not (of_layout or of_model or (learned and one.__name__ == "every_stage_trains")):
                 continue
             for problem in one(alone):
-                if one is _FITS and shape is not facts.shape:
+                if of_model and shape is not facts.shape:
                     yield Problem(f"of critic.path: {problem.message}")
                 elif any(name.startswith("layout.") for name in problem.keys):
                     yield Problem(_LAYOUT.sub(f"{key}.", problem.message))

@@ -29,12 +29,9 @@ def adapters_fit(facts: Facts) -> Iterator[Problem]:
 def every_stage_has_adapters(facts: Facts) -> Iterator[Problem]:
     """Each pipeline stage, and each of its interleaved parts, has something to train."""
     shape, layout = facts.shape, facts.recipe.layout
-    if facts.recipe.lora is None or shape is None or layout.pp == 1 or not layout.holds(shape.layers):
+    if shape is None or layout.pp == 1 or not layout.holds(shape.layers) or (lora := facts.lora) is None:
         return
-    if (lora := facts.lora) is None:
-        return
-    weights = table_of(shape)
-    on = {int(one.name.split(".")[2]) for one in linears(weights) if adapted(one, lora)}
+    on = {int(one.name.split(".")[2]) for one in linears(table_of(shape)) if adapted(one, lora)}
     parts = (layers for stage in range(layout.pp) for layers in layout.layers_of(shape.layers, stage))
     for layers in parts:
         if not on & set(layers):

@@ -60,14 +60,14 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
 
 @rule
 def every_stage_trains(facts: Facts) -> Iterator[Problem]:
-    """Each pipeline stage of the policy holds a weight that optimizer.frozen leaves to be trained."""
+    """Each pipeline stage of the policy, or of the role looked at alone, holds a weight that optimizer.frozen leaves to be trained."""
     shape, layout = facts.shape, facts.recipe.layout
     if shape is None or layout.pp == 1 or not layout.holds(shape.layers) or facts.recipe.lora is not None:
         return
     stages = range(layout.pp)
     stage_of = {layer: at for at in stages for chunk in layout.layers_of(shape.layers, at) for layer in chunk}
     for section, optimizer in optimizers(facts.recipe).items():
-        if not optimizer.frozen or section == "critic.optimizer":
+        if not optimizer.frozen or optimizer is facts.recipe.critic.optimizer:
             continue
         training: set[int] = set()
         for weight in table_of(shape):
@@ -83,7 +83,8 @@ def every_stage_trains(facts: Facts) -> Iterator[Problem]:
         if training and idle:
             yield Problem(
                 f"{section}.frozen leaves pipeline stage {idle[0]} (of 0 to {layout.pp - 1}) no weight to be trained; freeze fewer, "
-                f"or use fewer stages than layout.pp={layout.pp}"
+                f"or use fewer stages than layout.pp={layout.pp}",
+                "layout.pp",
             )
 
 
