@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,8 +171,15 @@ def _ranks_like(full: StagePlan, stages: Sequence[StagePlan], ranks: int) -> str
     alike = [one.stage for one in stages if one.device[phase] == full.device[phase]]
     if len(alike) == len(stages):
         return "all ranks"
-    named = "ranks {} to {}" if each > 1 else "rank {}"
-    return ", ".join(f"{named.format(one * each, one * each + each - 1)} (stage {one})" for one in alike)
+    runs = [list(run) for _, run in groupby(alike, key=lambda stage: stage - alike.index(stage))]
+    return ", ".join(
+        f"{_from_to('rank', run[0] * each, (run[-1] + 1) * each - 1)} ({_from_to('stage', run[0], run[-1])})"
+        for run in runs
+    )
+
+
+def _from_to(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
 def _build(recipe: Recipe, shape: ModelShape, which: int | str) -> int:
@@ -225,7 +233,7 @@ def _table(stages: Sequence[StagePlan]) -> None:
             str(one.stage),
             str(one.layers),
             f"{one.parameters / 1e9:.2f}B",
-            *(f"{size / GIB:.1f}" for size in (*one.device.values(), max(one.host.values()))),
+            *(f"{size / GIB:,.1f}" for size in (*one.device.values(), max(one.host.values()))),
         )
         for one in stages
     ]

@@ -295,6 +295,11 @@ def test_ranks_of_all_stages_that_are_as_full_are_told(capsys, words, ranks):
     assert f"Fullest: {ranks}" in capsys.readouterr().out
 
 
+def test_stages_in_a_row_are_told_as_one(capsys):
+    main(["plan", str(RECIPES / "qwen3_235b_a22b_32_h20.yaml")])
+    assert "Fullest: ranks 4 to 27 (stages 1 to 6) in sync, " in capsys.readouterr().out
+
+
 def test_a_stage_of_one_rank_is_named_as_such(capsys):
     main(["plan", "Qwen3-8B", "cluster.ranks=4", "layout.pp=4"])
     assert "Fullest: rank 0 (stage 0) in train" in capsys.readouterr().out
