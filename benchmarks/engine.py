@@ -43,7 +43,7 @@ from benchmarks.engine_work import (
     setup_of,
 )
 from benchmarks.options import need_gpus, parse_layout, positive_int
-from benchmarks.records import RESULTS, merged, record, write_records
+from benchmarks.records import RESULTS, device_name, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 from quintet.errors import UserError
 
@@ -259,13 +259,6 @@ def describe_lengths(setup: Setup) -> str:
         f"sigma {law.sigma}) clipped to [{law.shortest}, {law.longest}]: drawn median {lengths[len(lengths) // 2]}, "
         f"mean {statistics.mean(lengths):.0f}"
     )
-
-
-def device_name() -> str:
-    """Name of the first GPU; empty without one."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

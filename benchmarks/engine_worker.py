@@ -24,9 +24,9 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from benchmarks.engine import device_name
 from benchmarks.engine_recipe import needs_of
 from benchmarks.engine_work import TRAINED_FROM, Setup
+from benchmarks.records import device_name
 from benchmarks.sides import FAILED
 from benchmarks.timing import launch_us, timed
 from quintet.cluster.memory_errors import device_held, says_no_memory

@@ -20,11 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import device_name
 from benchmarks.engine_work import MODELS, TINY, Setup, setup_of
 from benchmarks.options import positive_int
 from benchmarks.pairs import Taken, in_turns
-from benchmarks.records import RESULTS, merged, middle, record, write_records
+from benchmarks.records import RESULTS, device_name, merged, middle, record, write_records
 from benchmarks.room import card_bytes, depth_of
 from quintet.plan.kernels import TABLE, MeasuredKernel, experts_of, write_kernel
 from quintet.recipe.megatron import EXPERT_KERNELS, TORCH_EXPERTS

@@ -24,11 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import device_name
 from benchmarks.engine_work import MODELS, Setup, setup_of
 from benchmarks.options import parse_layout, positive_int
 from benchmarks.pairs import in_turns
-from benchmarks.records import RESULTS, ROOT, merged, record, write_records
+from benchmarks.records import RESULTS, ROOT, device_name, merged, record, write_records
 from benchmarks.room import card_bytes, depth_of
 
 SHAPES = {"8b": "qwen3-8b", "30b-a3b": "qwen3-30b-a3b", "tiny": "tiny"}

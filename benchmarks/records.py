@@ -109,6 +109,13 @@ def command() -> str:
     return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
 
 
+def device_name() -> str:
+    """Name of the first GPU; empty without one."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
 def hardware() -> str:
     """GPUs if there are any, else the processor and its cores."""
     torch = sys.modules.get("torch")
