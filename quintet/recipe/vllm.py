@@ -58,9 +58,7 @@ DECIDED = {
 }
 """Options of vLLM's engine that quintet decides, and by what."""
 
-CPU_EXPERTS = (
-    "vLLM for CPU does not spread experts over ranks; use ep=1, every rank then holds a part of each expert"
-)
+CPU_LAYOUT = "vLLM for CPU (0.32.0) spreads no experts over ranks, and dies in the first step of a second stage; use tp, with ep=1 and pp=1"
 
 PLAIN_HEADS = ("mimo", "qwen2")
 """Families in which vLLM (0.20.2, 0.32.0) does not read head_dim: it takes a part of larger matrices without a word."""

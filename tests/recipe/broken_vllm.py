@@ -136,5 +136,10 @@ BROKEN_VLLM = [
         [V, "rollout.layout={tp: 2, ep: 2}", "cluster.device=cpu", "cluster.ranks=2"],
         ["ep=2: vLLM for CPU"],
     ),
+    (
+        "vllm_can_do_it",
+        [V, "rollout.layout={pp: 2}", "cluster.device=cpu", "cluster.ranks=2"],
+        ["rollout.layout.pp=2, ep=1: vLLM for CPU", "second stage"],
+    ),
     ("vllm_can_do_it", [V, "rollout.vllm.max_model_len=9"], ["rollout.vllm.max_model_len: it is data."]),
 ]

@@ -8,7 +8,7 @@ from quintet.models.family import read_config
 from quintet.recipe.problem import Problem
 from quintet.recipe.reserved_options import unknown_here
 from quintet.recipe.rules.facts import Facts, rule
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED, PLAIN_HEADS, refusals, runner_asked, runner_refusals
+from quintet.recipe.vllm import CPU_LAYOUT, DECIDED, PLAIN_HEADS, refusals, runner_asked, runner_refusals
 
 
 @rule
@@ -18,8 +18,8 @@ def vllm_can_do_it(facts: Facts) -> Iterator[Problem]:
     if recipe.rollout.backend != "vllm":
         return
     yield from refusals(recipe.rollout)
-    if recipe.cluster.device == "cpu" and layout is not None and layout.ep > 1:
-        yield Problem(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
+    if recipe.cluster.device == "cpu" and layout is not None and layout.ep * layout.pp > 1:
+        yield Problem(f"rollout.layout.pp={layout.pp}, ep={layout.ep}: {CPU_LAYOUT}")
     if recipe.cluster.device == "cpu" and recipe.rollout.vllm.get("enable_chunked_prefill"):
         yield Problem(
             "rollout.vllm.enable_chunked_prefill=true: of a prompt that is cut over two steps vLLM for CPU cannot set a seed's "

@@ -15,7 +15,7 @@ from quintet.plan.rollout import token_bytes
 from quintet.recipe import schema
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.rollout import placement_of
-from quintet.recipe.vllm import CPU_EXPERTS, DECIDED
+from quintet.recipe.vllm import CPU_LAYOUT, DECIDED
 from quintet.rollout.draft_length import Choice, drafts_of
 from quintet.rollout.external_engine import longest
 from quintet.rollout.options import check_options
@@ -35,8 +35,8 @@ def engine_arguments(recipe: schema.Recipe, model_dir: Path, device: str) -> dic
     """Return the arguments of vLLM's EngineArgs. Raises UserError for an option in rollout.vllm that vLLM does not know."""
     rollout = recipe.rollout
     layout = placement_of(recipe).layout
-    if device == "cpu" and layout.ep > 1:
-        raise UserError(f"rollout.layout.ep={layout.ep}: {CPU_EXPERTS}")
+    if device == "cpu" and layout.ep * layout.pp > 1:
+        raise UserError(f"rollout.layout.pp={layout.pp}, ep={layout.ep}: {CPU_LAYOUT}")
     shape, drafted = read_shape(model_dir), draft_length(recipe, model_dir, device).draft_tokens
     arguments: dict[str, Any] = {
         "model": str(model_dir),

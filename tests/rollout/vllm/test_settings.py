@@ -83,8 +83,9 @@ def test_on_cpu_the_cache_holds_what_the_slots_need(arguments):
     assert made["max_num_batched_tokens"] >= made["max_model_len"]
     assert arguments("cpu", sequences_per_rank=32)["kv_cache_memory_bytes"] > made["kv_cache_memory_bytes"]
     assert "gpu_memory_utilization" not in made
-    with pytest.raises(UserError, match=r"rollout\.layout\.ep=2: vLLM for CPU"):
-        arguments("cpu", layout={"tp": 2, "ep": 2})
+    for layout in ({"tp": 2, "ep": 2}, {"pp": 2}):
+        with pytest.raises(UserError, match=r"rollout\.layout\.pp=., ep=.: vLLM for CPU"):
+            arguments("cpu", layout=layout)
 
 
 def test_experts_with_biases_have_the_kernel_that_adds_them(arguments, tmp_path):
