@@ -64,8 +64,8 @@ test-nightly: $(STAMP)  ## at most 25 minutes a part, on two cores: PART=oracle,
 	  [ -z "$$failed" ] || { echo "=== failed:$$failed"; exit 1; }
 
 # PYTHON, where named, runs it as it is, with the packages that it has: a GPU machine may reach no package index.
-test-gpu: PART := oracle-te oracle-portable steps scheduler vllm kills fp8 engine rollout sync
-test-gpu: $(if $(PYTHON),,$(STAMP))  ## on 1 to 4 GPUs, under 9 minutes, vllm more, a part: PART=oracle-te, oracle-portable, steps, scheduler, vllm, kills, fp8, engine, rollout, sync (all unless named) or sglang
+test-gpu: PART := oracle-te oracle-portable kernels steps scheduler vllm kills fp8 engine rollout sync
+test-gpu: $(if $(PYTHON),,$(STAMP))  ## on 1 to 4 GPUs, under 9 minutes, vllm more, a part: PART=oracle-te, oracle-portable, kernels, steps, scheduler, vllm, kills, fp8, engine, rollout, sync (all unless named) or sglang
 	@$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --part $(PART) $(ARGS)
 
 lint: $(STAMP)  ## ruff, ruff format, mypy, import rules

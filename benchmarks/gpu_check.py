@@ -1,5 +1,5 @@
-"""Has anything become slower or wrong on GPUs? The oracle, a run with vLLM that is killed and resumed, tests of vLLM, its processes that are killed,
-what FP8 claims, five benchmarks held to records.
+"""Has anything become slower or wrong on GPUs? The oracle, what runs on GPUs alone of the engine, a run with vLLM that is killed and resumed, tests of vLLM, its
+processes that are killed, what FP8 claims, five benchmarks held to records.
 
     python -m benchmarks.gpu_check                                  all parts but sglang, one after the other
     python -m benchmarks.gpu_check --part engine                    one of them: each takes less than nine minutes
@@ -36,10 +36,10 @@ REPEATS = 3
 WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
-PARTS = (*ORACLE, "steps", "scheduler", "vllm", "kills", "fp8", "engine", "rollout", "sync")
+PARTS = (*ORACLE, "kernels", "steps", "scheduler", "vllm", "kills", "fp8", "engine", "rollout", "sync")
 ELSEWHERE = ("sglang",)
 """What runs only where it is named: it needs another environment than the rest."""
-NEVER_TINY = {*ORACLE, "scheduler", "vllm", "kills", *ELSEWHERE}
+NEVER_TINY = {*ORACLE, "kernels", "scheduler", "vllm", "kills", *ELSEWHERE}
 """What has no dry run."""
 Repeats = list[tuple[float, float]]
 """Value and baseline of each repeat, both the more the better."""
@@ -326,7 +326,23 @@ ROUTES = (
     "with_replay_rounding_is_all_that_parts_trainer_and_vllm[qwen3_moe]",
     "with_replay_rounding_is_all_that_parts_trainer_and_vllm[mixtral]",
 )
+KERNELS = (
+    "copies",
+    "fingerprint",
+    "head",
+    "kernels",
+    "mlp",
+    "offload",
+    "optimizer",
+    "parameter_gather",
+    "rotary",
+)
 TESTS = {
+    "kernels": run_tests(
+        [f"tests/engine/test_{name}.py" for name in KERNELS],
+        "megatron",
+        "fused kernels, offload and the optimizer compute what plain ones do",
+    ),
     "scheduler": run_tests(
         [
             f"tests/rollout/vllm/test_{name}.py"
@@ -383,7 +399,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.part = options.part or [part for part in PARTS if not (options.tiny and part in NEVER_TINY)]
     if options.tiny and (options.record or options.out or set(options.part) & NEVER_TINY):
         parser.error(
-            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, scheduler, vllm, kills and sglang out"
+            "--tiny is a dry run of the benchmarks: leave --record, --out, the oracle's parts, kernels, scheduler, vllm, kills and sglang out"
         )
     return options
 

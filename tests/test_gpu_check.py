@@ -87,6 +87,11 @@ def test_parts_of_tests_run_tests_that_there_are_one_process_each(monkeypatch) -
         assert tests(part, 1, gpu_check.arguments(["--part", part]))[1] == []
     for file, _, test in [one.partition("::") for names in ran.values() for one in names]:
         assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
+    on_gpus = re.compile(r"skipif\(not torch\.cuda\.is_available\(\)")
+    engine = (
+        file for file in (ROOT / "tests" / "engine").glob("test_*.py") if on_gpus.search(file.read_text())
+    )
+    assert {f"tests/engine/{file.name}" for file in engine} <= {*ran["kernels"]}
     of_vllm = [one for part in ("scheduler", "vllm", "kills") for one in ran[part]]
     assert {f"tests/rollout/vllm/test_{one}.py" for one in ("offline", "update", "deaths")} < {*of_vllm}
     assert {*re.findall(r"vllm/(test_routes\.py)::test_", " ".join(of_vllm))} == {"test_routes.py"}
