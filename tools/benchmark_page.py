@@ -97,6 +97,69 @@ LIMITS: dict[str, str | dict[str, str]] = {
 }
 """What limits a benchmark's cases today, or each of its kinds of cases; a benchmark with records needs one."""
 
+GLANCE = (
+    (
+        "engine",
+        "qwen2.5-1.5b/te",
+        "tokens_per_s_per_gpu",
+        "training, Qwen2.5-1.5B's shape, TransformerEngine",
+        "megatron-core alone",
+    ),
+    (
+        "engine",
+        "qwen2.5-1.5b/portable",
+        "tokens_per_s_per_gpu",
+        "the same, portable layers",
+        "megatron-core alone",
+    ),
+    (
+        "engine",
+        "qwen3-8b/te/gpus4/recompute-selective-mlp_act-layernorm/overlap_grad_reduce-true/overlap_param_gather-true",
+        "tokens_per_s_per_gpu",
+        "training, Qwen3-8B's shape, four GPUs, rows of 16,384 tokens",
+        "megatron-core alone, its MLPs computed again",
+    ),
+    (
+        "engine",
+        "qwen3-30b-a3b/te/gpus4-ep4/overlap_grad_reduce-true/overlap_param_gather-true/by-layers12-24",
+        "tokens_per_s_per_gpu",
+        "training, Qwen3-30B-A3B's shape, four GPUs, by a line through 12 and 24 layers",
+        "megatron-core alone",
+    ),
+    (
+        "rollout",
+        "qwen2.5-1.5b/1gpu/vllm",
+        "tokens_per_second",
+        "generation by vLLM, Qwen2.5-1.5B's shape, 512 samples of 512 tokens",
+        "vLLM alone, its best options, on a host with other work",
+    ),
+    (
+        "rollout",
+        "qwen2.5-1.5b/1gpu/long-tail/vllm",
+        "tokens_per_second",
+        "the same, of long-tailed lengths",
+        "vLLM alone, its best options, on a host with other work",
+    ),
+    (
+        "sync",
+        "qwen3-30b-a3b/4gpu",
+        "seconds",
+        "weights to the rollout, Qwen3-30B-A3B's shape, four GPUs",
+        "one tensor after the other",
+    ),
+    ("step", "qwen2.5-1.5b/1gpu", "samples_per_s", "a GRPO step, Qwen2.5-1.5B's shape, one GPU", "TRL"),
+    ("step", "qwen2.5-1.5b/4gpu", "samples_per_s", "the same, four GPUs", "TRL"),
+    (
+        "fp8",
+        "8b/gpus1/by-layers4-8of36/tensorwise",
+        "tokens_per_s",
+        "training in 8 bits, Qwen3-8B's shape, a scale a tensor",
+        "bf16",
+    ),
+    ("fp8", "8b/gpus1/by-layers4-8of36/blockwise", "tokens_per_s", "the same, a scale a block", "bf16"),
+)
+"""What stands first on the page: bench, case and metric of a record, what it is, and what its baseline is."""
+
 TRIED = """## Tried, and left out
 
 What was measured and did not help, so that nobody need try it again as it was; where it is told below stands in brackets.
@@ -118,7 +181,7 @@ def page() -> str:
     records: list[dict[str, Any]] = [
         r for file in sorted(RESULTS.glob("*.json")) for r in json.loads(file.read_text())
     ]
-    lines = [HEAD, TRIED]
+    lines = [HEAD, *_at_a_glance(records), TRIED]
     for bench, of_bench in groupby(records, key=lambda r: r["bench"]):
         lines.append(f"## {bench}\n")
         limits = LIMITS[bench]
@@ -131,6 +194,21 @@ def page() -> str:
             lines += [_row(r) for r in rows]
             lines.append(f"\n{origin}\n")
     return "\n".join(lines)
+
+
+def _at_a_glance(records: list[dict[str, Any]]) -> list[str]:
+    found = {(r["bench"], r["case"], r["metric"]): r for r in records}
+    lines = ["## At a glance\n", "On H200s; the sections below have the commands, versions and dates.\n"]
+    lines += ["| what | quintet | beside | | ratio |", "|---|---|---|---|---|"]
+    for bench, case, metric, what, beside in GLANCE:
+        one = found[bench, case, metric]
+        assert one["hardware"].endswith("H200")
+        value, baseline = one["value"], one["baseline"]
+        better = baseline / value if one["unit"] == "s" else value / baseline
+        lines.append(
+            f"| {what} | {_number(value, one['unit'])} | {beside} | {_number(baseline, one['unit'])} | {better:.2f}× |"
+        )
+    return [*lines, ""]
 
 
 def _of(case: str) -> str:
