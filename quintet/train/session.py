@@ -129,31 +129,29 @@ def session(
                     try:
                         yield Session(recipe, inputs, observer, controller, saver)
                     except (WorkerFailure, RayFailure, SyncFailure, SyncMismatch) as failure:
-                        failure.message += _what_then(recipe, failure)
+                        saver.rescue()
+                        failure.message += _what_then(recipe, failure, bool(saver.checkpoints.published()))
                         raise
                     finally:
                         saver.rescue()
 
 
-def _what_then(recipe: schema.Recipe, failure: QuintetError) -> str:
-    """What a user can do about a run that lost a process, or the weights on their way to one."""
+def _what_then(recipe: schema.Recipe, failure: QuintetError, saved: bool) -> str:
+    """What a user can do about a run that lost a process, or the weights on their way to one. saved: it has checkpoints."""
     hints = []
+    of_rollout = failure.message.startswith(("rollout-", "receiver rollout-"))
     raised = isinstance(failure, WorkerFailure) and bool(failure.traceback)  # as one started anew may
     if isinstance(failure, SyncMismatch):
         hints.append("Nothing was generated with these weights.")
-    elif (
-        failure.message.startswith(("rollout-", "receiver rollout-"))
-        and not recipe.rollout.restart
-        and not raised
-    ):
+    elif of_rollout and not recipe.rollout.restart and not raised:
         hints.append("With rollout.restart=true it would be started anew, and the run would go on.")
     if isinstance(failure, SyncFailure):
         hints.append("What it did meanwhile is in logs/ of the run directory.")
-    if recipe.checkpoint.every_steps:
+    if saved:
         shares = isinstance(failure, WorkerFailure) and not placement_of(recipe).own_processes
         dies = "The rollout shares the trainer's processes. " if shares else ""
         hints.append(f"{dies}resume=auto goes on from the last checkpoint.")
-    elif isinstance(failure, SyncMismatch):
+    elif isinstance(failure, SyncMismatch) and not recipe.checkpoint.every_steps:
         hints.append("A run that saves checkpoints (checkpoint.every_steps) can go on from the last one.")
     return f"\n\n{' '.join(hints)}" if hints else ""
 

@@ -116,7 +116,7 @@ def test_a_restart_is_advised_against_deaths_alone() -> None:
     dead = WorkerFailure("rollout-0 rank 0 died in generate: killed")
     of_vllm = WorkerFailure("rollout-0 rank 0 failed in wake: vLLM: VLLM::EngineCore (process 7) died")
     for death in (dead, of_vllm):
-        assert "With rollout.restart=true it would be started anew" in _what_then(recipe, death)
+        assert "With rollout.restart=true it would be started anew" in _what_then(recipe, death, False)
     wrong = WorkerFailure("rollout-0 rank 0 failed in generate: RuntimeError: no kernel", traceback="…")
-    assert _what_then(recipe, wrong) == ""
-    assert _what_then(Recipe(rollout=Settings(own_processes=True, restart=True)), dead) == ""
+    assert _what_then(recipe, wrong, False) == ""
+    assert _what_then(Recipe(rollout=Settings(own_processes=True, restart=True)), dead, False) == ""

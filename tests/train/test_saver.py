@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quintet.errors import DamagedCheckpoint, Stopped, UserError
+from quintet.errors import DamagedCheckpoint, Stopped, UserError, WorkerFailure
 from quintet.observe.observer import Observer
 from quintet.recipe.rules.facts import shape_of_built
 from quintet.recipe.schema import Algorithm, BuildModel, Checkpoint, Data, Model, Recipe, Run, Sft
 from quintet.runs.checkpoints import CHECKSUMS
 from quintet.runs.stop import StopRequest
+from quintet.train import session as sessions
 from quintet.train.saver import Saver
 from quintet.train.session import Session
+from tests.train.runs import run
 
 
 class Ranks:
@@ -419,3 +422,21 @@ def test_what_an_interrupted_run_left_can_be_read_off_its_last_lines(made, ranks
     assert "trained model   none was written" in said
     assert f"checkpoint      {directory.path}/checkpoints/step-000003, after rl step 3\n" in said
     assert f"to go on        quintet train {directory.recipe} resume={directory.path}\n" in said
+
+
+@pytest.mark.parametrize(("done", "hint"), [(1, ""), (2, "resume=auto goes on from the last checkpoint.")])
+def test_a_failure_names_the_last_checkpoint_where_there_is_one(tmp_path, ranks, monkeypatch, done, hint):
+    """What was being written when it came is none."""
+    monkeypatch.setattr(sessions, "_ranks", lambda *_: nullcontext(ranks))
+    ranks.start_optimizer = lambda *_: None
+
+    def lost_after(steps: int) -> None:
+        with run(tmp_path, "checkpoint.every_steps=1", "rollout.own_processes=true") as s:
+            s.saver.begin("rl", SimpleNamespace(state_dict=dict))
+            for step in range(1, steps + 1):
+                s.saver.after_step(step, last=False)
+            raise WorkerFailure("rank 0 died in sync")
+
+    with pytest.raises(WorkerFailure) as failure:
+        lost_after(done)
+    assert failure.value.message == "\n\n".join(filter(None, ["rank 0 died in sync", hint]))
