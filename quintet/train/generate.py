@@ -46,7 +46,8 @@ def answering(recipe: Recipe) -> Iterator[Callable[[Messages, Callable[[str], No
     """Keep the model awake, and yield what answers a conversation: it tells the answer piece by piece, as it is generated where one
     rank in this process does that, and returns it. It raises UserError for a conversation the model cannot read.
 
-    Conversations grow up to the model's context, unless the recipe gives data.max_prompt_tokens.
+    Conversations grow up to the model's context, unless the recipe gives data.max_prompt_tokens; in vLLM and SGLang, which keep room for the
+    longest sample in any case, up to that key's default.
     """
     with session(recipe, "generate") as s, s.controller.generating():
         turns, data = itertools.count(), recipe.data
