@@ -127,13 +127,13 @@ def session(
                     found, weights = resume.checkpoint, inputs.weights
                     saver = Saver(recipe, command, observer, controller, inputs.shape, found, stop, weights)
                     try:
-                        yield Session(recipe, inputs, observer, controller, saver)
+                        try:
+                            yield Session(recipe, inputs, observer, controller, saver)
+                        finally:
+                            saver.rescue()
                     except (WorkerFailure, RayFailure, SyncFailure, SyncMismatch) as failure:
-                        saver.rescue()
                         failure.message += _what_then(recipe, failure, bool(saver.checkpoints.published()))
                         raise
-                    finally:
-                        saver.rescue()
 
 
 def _what_then(recipe: schema.Recipe, failure: QuintetError, saved: bool) -> str:
