@@ -29,7 +29,7 @@ from benchmarks.engine_work import TRAINED_FROM, Setup
 from benchmarks.records import device_name
 from benchmarks.sides import FAILED
 from benchmarks.timing import launch_us, timed
-from quintet.cluster.memory_errors import device_held, says_no_memory
+from quintet.cluster.device_memory import device_held
 from quintet.controller.objective import sft_objective
 from quintet.data.batch import make_batch, set_tokens
 from quintet.data.batch import tokens as flat
@@ -41,7 +41,7 @@ from quintet.engine.weights.shards import Shard, shard_map
 from quintet.models import ModelShape
 from quintet.packing.plan import RankCell
 from quintet.plan.kernels import with_kernels
-from quintet.plan.out_of_memory import out_of_memory
+from quintet.plan.out_of_memory import out_of_memory, says_no_memory
 from quintet.recipe import schema
 from quintet.runs.process import cores_here
 

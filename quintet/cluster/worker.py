@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from quintet.cluster.memory_errors import device_held, says_no_memory
+from quintet.cluster.device_memory import device_held
 from quintet.cluster.progress import read_turn
 from quintet.errors import OutOfMemory
 from quintet.observe.memory import PhasePeaks, memory_peaks
-from quintet.plan.out_of_memory import Needs, out_of_memory
+from quintet.plan.out_of_memory import Needs, out_of_memory, says_no_memory
 
 STARTUP_TIMEOUT = timedelta(minutes=10)
 """Ranks come to the first meeting as far apart as their imports take, whatever the time limit of a collective."""

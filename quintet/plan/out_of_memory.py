@@ -1,7 +1,8 @@
-"""The message of a rank whose memory did not suffice: what held how much, and what to change."""
+"""Errors that say that there is no memory left, and the message of such a rank: what held how much, and what to change."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,11 @@ from quintet.plan.offload import SPARE_SHARE
 GIB = 1 << 30
 NAMED = 4
 """Most settings that a message names."""
+_NO_MEMORY = re.compile(
+    r"out of memory|ALLOC_FAILED|can't allocate memory|Cannot allocate memory", re.IGNORECASE
+)
+"""What torch, NCCL, cuBLAS and the system say. NCCL's wording reads like the end of a connection otherwise."""
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMG]iB|\d+ bytes)")
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,17 @@ class Needs:
         "A rollout in a process of its own takes less with a smaller rollout.memory_fraction, a native one with a smaller "
         "rollout.sequences_per_rank, and with rollout.sleep_level=2 little while others compute."
     )
+
+
+def says_no_memory(error: BaseException) -> str | None:
+    """Return what was asked for in vain, or the line that says so; None for an error of another kind."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
+        return None
+    if asked := _ASKED.search(text):
+        return f"{asked[1]} more were asked for"
+    line = next((one for one in text.splitlines() if _NO_MEMORY.search(one)), "")
+    return line.strip()[:200] or type(error).__name__
 
 
 def out_of_memory(phase: str, said: str, held: Held | None, needs: Needs) -> str:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from quintet.errors import UserError, WorkerFailure
 from quintet.install import with_extra
+from quintet.plan.out_of_memory import says_no_memory
 from quintet.rollout.base import accepted_at
 from quintet.rollout.vllm.runners import complete_runner, other_runner
 
@@ -58,7 +59,6 @@ _ON_LOOPBACK = {
 }
 _CAUSE = re.compile(r"\] (?:\w+\.)*(\w+(?:Error|Exception)): (.*\S)")
 """Class and words of an error, in a line of what vLLM's processes log."""
-_NO_MEMORY = re.compile("out of memory|allocate memory")
 _ON_CPU = {
     # vLLM would bind its threads to cores that other ranks use as well.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -170,8 +170,9 @@ def _cause(raised: Exception, began: int) -> Exception:
     kind, said = found.groups() if found else ("", "")
     if kind == "ValueError":
         return ValueError(said)
-    if _NO_MEMORY.search(said):
-        return RuntimeError(said)  # which says so to whoever knows what to change
+    lacking = RuntimeError(said)
+    if says_no_memory(lacking):
+        return lacking  # for whoever knows what to change
     told = f" ({kind}: {said})" if found else ""
     return WorkerFailure(
         f"vLLM: the processes of its engine did not start{told}; all that they wrote is in this rank's log, in logs/ of the run directory",
