@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.engine import moe_models
 from tests.engine.moe_models import hub_names
+from tests.gpus import a_gpu_each
 from tests.oracle.reference import model, save
 
 STEPS = 3
@@ -123,6 +124,7 @@ def assert_equal(name: str, recipe: dict[str, Any], results: list[dict[str, Any]
 
 
 def test_experts_have_factors_of_their_own(pool, tmp_path):
+    a_gpu_each(2)
     path = on_disk("qwen3_moe", tmp_path / "model")
     recipe = BASE | {"lr_multipliers": {"*.mlp.gate.weight": 0.25, "*.experts.*": 0.5}}
     results = pool.run(train, 2, path, {"ep": 2}, True, [recipe])
@@ -132,8 +134,7 @@ def test_experts_have_factors_of_their_own(pool, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_steps_equal_torch(pool, tmp_path, layout):
     world, sizes, distributed = LAYOUTS[layout]
-    if torch.cuda.is_available() and world > torch.cuda.device_count():
-        pytest.skip(f"needs {world} GPUs")
+    a_gpu_each(world)
     path = save("qwen2", tmp_path / "model")
     recipes = [{"name": "adamw"}, {"name": "adam"}, {"name": "adamw", "clip_grad_norm": 0.5, **MULTIPLIERS}]
     if not distributed:

@@ -21,6 +21,7 @@ from tests.oracle.gather_mistakes import gather_late
 from tests.oracle.lora import written
 from tests.oracle.ranks import Training, evaluate, pieces
 
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, where there are some")
 CASE = Case("qwen3", dp=2, **GATHER)
 Way = Callable[[Training, Path, Path], list[Tensor]]
 
