@@ -44,14 +44,13 @@ from benchmarks.options import layout_name, positive_int
 from benchmarks.records import RESULTS, command, commit, merged, record, write_records
 from benchmarks.room import GIB, card_bytes, deepest
 from benchmarks.sides import Side, answer_stream
+from quintet.cluster.environment import FP32_PRODUCTS
 from quintet.packing.measured import OFFERED, TABLE, MeasuredCosts, layer_of, write_measured
 from quintet.packing.plan import Plan
 from quintet.packing.time_model import CellCosts
 
 SLOW = {"NCCL_P2P_DISABLE": "1"}
 """No NVLink: GPUs reach each other through memory of the host, at about the rate of links between nodes."""
-EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
-"""Products in fp32, not in the 10 bits of TF32, which TransformerEngine asks of cuBLAS; read when CUDA starts."""
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
 """Of losses and gradient norms of the same samples."""
 AIMS = {
@@ -414,7 +413,7 @@ def main() -> None:
         ["benchmarks.dynamic_cp", "--worker", *same_work],
         ranks=args.gpus,
         timeout_s=args.timeout_s,
-        environment=(SLOW if args.slow_links else {}) | (EXACT if args.plans else {}),
+        environment=(SLOW if args.slow_links else {}) | (FP32_PRODUCTS if args.plans else {}),
     )
     try:
         ranks.answer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -12,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from quintet.cluster.environment import FP32_PRODUCTS
 from quintet.recipe.schema import Cluster as ClusterSettings
 from tests.oracle.pool import Pool
 
@@ -24,6 +26,9 @@ hypothesis.settings.load_profile("quintet")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what it puts in the background, and so it would come to every process of a test: none could be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+for name, exact in FP32_PRODUCTS.items():  # as ranks have it
+    os.environ.setdefault(name, exact)
 
 ROOMS_TOGETHER = {"cluster": "system", "end_to_end": "system", "oracle": "oracle"}
 """Rooms whose tests one worker runs, one after another: those of "system" look for processes left behind, those of

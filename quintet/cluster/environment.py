@@ -33,6 +33,10 @@ PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": 
 those of the micro-batch under way are met again: the demo came to 0.4 GiB more, and was no faster."""
 
 
+FP32_PRODUCTS = {"NVIDIA_TF32_OVERRIDE": "0"}
+"""cuBLAS multiplies what is fp32 in fp32. TransformerEngine asks it for the 10 bits of TF32, and read when CUDA starts is this alone."""
+
+
 def rank_environment(place: Place, gpus: Sequence[int], is_local: bool) -> dict[str, str]:
     """Return what a rank's environment needs beside its node's. gpus: its own; is_local: all ranks of the run are on this machine."""
     env = {
@@ -49,6 +53,7 @@ def rank_environment(place: Place, gpus: Sequence[int], is_local: bool) -> dict[
         env |= {key: os.environ.get(key, kept) for key, kept in PRODUCTS_KEPT.items()}
     else:  # as Ray sets it for ranks with devices of their own
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        env |= {key: os.environ.get(key, exact) for key, exact in FP32_PRODUCTS.items()}
     if is_local:
         # gloo would look the host's name up, which laptops often cannot, and which may stand for an address that others reach.
         # What the environment says for runs on a cluster does not count here.

@@ -168,7 +168,9 @@ def test_ranks_beside_others_are_on_their_node_with_their_devices(
     assert there.node_id == quartet.locations[0].node_id
     on_gpus = replace(there, gpus=(4, 5))
     place = Place(0, 1, 0, 1, "cuda:0", "here", 1, 60.0)
-    assert rank_environment(place, on_gpus.gpus, True)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    found = rank_environment(place, on_gpus.gpus, True)
+    assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert found["NVIDIA_TF32_OVERRIDE"] == "0"  # what is fp32 is multiplied so
     on_cpu = rank_environment(replace(place, device="cpu"), (), True)
     assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""  # of what the node has none is seen
 
