@@ -39,6 +39,7 @@ from quintet.data.tokenizer import decoder, load_tokenizer
 from quintet.engine import build
 from quintet.engine.agree import gathered
 from quintet.engine.config import fused_kernels
+from quintet.engine.device import free_cached
 from quintet.engine.engine import DTYPES
 from quintet.engine.fp8 import other_blocks
 from quintet.engine.layers.specs import choose_backend
@@ -299,7 +300,7 @@ class PolicyWorker(Worker):
                 free, total = torch.cuda.mem_get_info()
                 self._has_room = free >= to_come * total + SPARE_BYTES
             if not self._has_room:
-                torch.cuda.empty_cache()
+                free_cached()
         return left
 
     def onload(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from quintet.engine.device import CopyAside
+from quintet.engine.device import CopyAside, free_cached
 from quintet.recipe.offload import KINDS, NAMES
 
 CHUNK_BYTES = 1 << 27
@@ -79,7 +79,7 @@ class Offloader:
                 one.storage.resize_(one.kept)
         self._away |= {kind: moved for kind, moved in leaving.items() if moved}
         if leaving and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # other processes on this GPU see what was freed
+            free_cached()  # other processes on this GPU see what was freed
         return sum(one.nbytes - one.kept for kind in leaving if kind != "grads" for one in leaving[kind])
 
     def reload(self, *kinds: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -17,6 +18,7 @@ from torch import Tensor
 from quintet.packing.plan import RankCell
 from tests.engine import moe_models
 from tests.engine.storage import held, tensors
+from tests.gpus import a_gpu_each
 from tests.oracle.reference import save
 
 CUT = 512
@@ -109,8 +111,7 @@ def train_with_and_without(path: Path, layout: dict[str, Any], how: dict[str, An
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_as_if_nothing_had_happened(pool, tmp_path, layout):
     family, world, sizes, how = LAYOUTS[layout]
-    if torch.cuda.is_available() and world > torch.cuda.device_count():
-        pytest.skip(f"needs {world} GPUs")
+    a_gpu_each(world)
     path = (moe_models.save if "moe" in family else save)(family, tmp_path / "model")
     exact = 1e-3 if torch.cuda.is_available() else 0.0
     for result in pool.run(train_with_and_without, world, path, sizes, how):
@@ -357,3 +358,21 @@ def test_copies_and_kernels_run_at_once():
     copying.before_what_follows()
     assert int(here[-1]) == 3
     assert 0.01 < copying.wait() < 1
+
+
+def unused_gradients(path: Path) -> list[int]:
+    from transformer_engine.pytorch.module import base
+
+    engine = make(path, {}, dtype="bf16")
+    step(engine)
+    kept = [len(base._dummy_wgrads)]
+    engine.offload(params=1.0, grads=1.0, optimizer=1.0)
+    return [*kept, len(base._dummy_wgrads)]
+
+
+@on_gpu
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="they are TransformerEngine's")
+def test_gradients_that_nobody_reads_hold_no_memory_of_activations(pool, tmp_path):
+    ((kept, after),) = pool.run(unused_gradients, 1, save("qwen3", tmp_path / "model"))
+    assert kept > 0
+    assert after == 0
