@@ -151,11 +151,13 @@ class TokenStore:
         """As `_read`, of requests by name, row of the block table, and how many tokens."""
         names, at, counts = zip(*requests, strict=True)
         tables = self._runner.block_tables
-        ends, size = np.cumsum([0, *counts]), tables.block_sizes[self._group]
-        places = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
-        where = torch.from_numpy(np.stack([np.repeat(at, counts), places // size, places % size]))
-        row, block, within = upload(where, self._runner.device)
-        slots = tables.block_tables[self._group].gpu[row, block].long() * size + within
+        table, size = tables.block_tables[self._group].gpu, tables.block_sizes[self._group]
+        ends = np.cumsum([0, *counts])
+        # The device finds where each token is: a host took 50 ms for 330,000 of them, all of which ended together.
+        row, begin, count = upload(torch.from_numpy(np.stack([at, ends[:-1], counts])), table.device)
+        of = torch.repeat_interleave(count, output_size=int(ends[-1]))
+        place = torch.arange(len(of), device=table.device) - begin[of]
+        slots = table[row[of], place // size].long() * size + place % size
         told = {
             what: download(self._slots[what][slots] if what in self._slots else empty[:0])
             for what, empty in self._columns.items()
