@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -20,14 +19,9 @@ class SilentVllm(rollout.VllmRollout):
             super().__init__(*given, **named)
         self._tells_logprobs = self._stores = False  # of requests: nothing is asked, and workers keep nothing
 
-    def _made(
-        self, jobs: Sequence[Job], came: Mapping[int, tuple[Answer, float]], sampling: Sampling
-    ) -> list[Sample]:
-        told = [came[number] for number in range(len(jobs))]
-        return [
-            Sample(ids.response_ids, None, [], None, ids.finish, self._decode(ids.response_ids), finished=at)
-            for ids, at in told
-        ]
+    def _sample(self, job: Job, told: Answer, finished: float, sampling: Sampling) -> Sample:
+        ids = told.response_ids
+        return Sample(ids, None, [], None, told.finish, self._decode(ids), finished=finished)
 
 
 def silent_arguments(*given: Any) -> dict[str, Any]:

@@ -103,9 +103,7 @@ class Engine:
 
     def run(self, jobs):
         self.asked += [job.parameters for job in jobs]
-        yield from (
-            (at, Answer([7] * job.parameters["max_tokens"], [], "length")) for at, job in enumerate(jobs)
-        )
+        yield {at: Answer([7] * job.parameters["max_tokens"], [], "length") for at, job in enumerate(jobs)}
 
 
 @pytest.mark.parametrize("worker", [{"worker_cls": "quintet's"}, {}])

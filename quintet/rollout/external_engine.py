@@ -12,9 +12,10 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,8 +61,8 @@ class Answer:
 class Engine(Protocol):
     """The engine that does the jobs. Its methods may be called from several threads."""
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
-        """Run all jobs; tells each, by its place, as it is done or aborted. Raises WorkerFailure when a process of the engine
+    def run(self, jobs: Sequence[Job]) -> Generator[dict[int, Answer]]:
+        """Run all jobs; tells those that are done or aborted together, by their places. Raises WorkerFailure when a process of the engine
         dies. Closed before its end, it gives the rest up."""
         ...
 
@@ -122,7 +123,7 @@ class ExternalEngineRollout(Rollout, ABC):
         """The job that asks for the log-probs of a sequence's tokens, at temperature 1."""
 
     def _completed(self, jobs: Sequence[Job], answers: list[Answer]) -> list[Answer]:
-        """Return the answers to a request's jobs with what the engine tells apart from them."""
+        """Return the answers to requests' jobs with what the engine tells apart from them."""
         return answers
 
     def _forget(self, jobs: Sequence[Job]) -> None:
@@ -150,17 +151,22 @@ class ExternalEngineRollout(Rollout, ABC):
         dies."""
         self._check(sampling)
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
-        jobs = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
+        places = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
         came: list[dict[int, tuple[Answer, float]]] = [{} for _ in requests]
-        awaited = dict(enumerate(by_request))
+        awaited, done = dict(enumerate(by_request)), itertools.count(1)
         try:
             with closing(self._run([job for some in by_request for job in some])) as told:
-                for done, (job, answer) in enumerate(told, 1):
-                    at, number = jobs[job]
-                    came[at][number] = answer, time.perf_counter()
-                    self._progress(done)
-                    if len(came[at]) == len(by_request[at]):
-                        made = self._made(awaited[at], came[at], sampling)
+                for together in told:
+                    for job, answer in together.items():
+                        at, number = places[job]
+                        came[at][number] = answer, time.perf_counter()
+                        self._progress(next(done))
+                    touched = dict.fromkeys(places[job][0] for job in together)
+                    whole = [at for at in touched if len(came[at]) == len(by_request[at])]
+                    samples = self._made(
+                        [by_request[at] for at in whole], [came[at] for at in whole], sampling
+                    )
+                    for at, made in zip(whole, samples, strict=False):
                         del awaited[at]
                         yield at, made
         finally:
@@ -169,16 +175,20 @@ class ExternalEngineRollout(Rollout, ABC):
                     self._forget(given_up)
 
     def _made(
-        self, jobs: Sequence[Job], came: Mapping[int, tuple[Answer, float]], sampling: Sampling
-    ) -> list[Sample]:
-        """The samples of a request that is done. came: by job its answer, and when it was there."""
-        told = self._completed(jobs, [came[number][0] for number in range(len(jobs))])
-        made = [policy_sample(a.response_ids, a.logprobs, a.finish, sampling, self._decode) for a in told]
-        for number, (sample, one) in enumerate(zip(made, told, strict=True)):
-            sample.finished = came[number][1]
-            if self._recipe.return_routes and one.routes is not None:
-                prompt = len(jobs[number].prompt_ids)
-                sample.routes = self._routes_of(one.routes, prompt + len(one.response_ids))
+        self, by_request: list[list[Job]], came: list[dict[int, tuple[Answer, float]]], sampling: Sampling
+    ) -> Iterator[list[Sample]]:
+        """The samples of requests that are done. came: by request and job its answer, and when it was there."""
+        jobs = list(chain.from_iterable(by_request))
+        answers, when = zip(*(one[number] for one in came for number in range(len(one))), strict=True)
+        told = zip(jobs, self._completed(jobs, list(answers)), when, strict=True)
+        for some in by_request:
+            yield [self._sample(*one, sampling) for one in islice(told, len(some))]
+
+    def _sample(self, job: Job, told: Answer, finished: float, sampling: Sampling) -> Sample:
+        made = policy_sample(told.response_ids, told.logprobs, told.finish, sampling, self._decode)
+        if self._recipe.return_routes and told.routes is not None:
+            made.routes = self._routes_of(told.routes, len(job.prompt_ids) + len(told.response_ids))
+        made.finished = finished
         return made
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -190,7 +200,7 @@ class ExternalEngineRollout(Rollout, ABC):
                     "data.max_prompt_tokens or rollout.max_response_tokens"
                 )
         jobs = [self._named(self._to_score(list(ids))) for ids in sequences if len(ids) > 1]
-        done = dict(self._run(jobs))
+        done = {place: made for together in self._run(jobs) for place, made in together.items()}
         if any(one.finish == "abort" for one in done.values()):
             raise QuintetError("scoring was given up by `abort`: there are no log-probs")
         answers = (done[job] for job in range(len(jobs)))
@@ -217,7 +227,7 @@ class ExternalEngineRollout(Rollout, ABC):
     def _named(self, job: Job) -> Job:
         return replace(job, name=f"q{next(self._numbers)}")
 
-    def _run(self, jobs: list[Job]) -> Generator[tuple[int, Answer]]:
+    def _run(self, jobs: list[Job]) -> Generator[dict[int, Answer]]:
         if self._asleep:
             raise QuintetError(
                 f"the rollout's {' and '.join(sorted(self._asleep))} are asleep: wake them before it generates"

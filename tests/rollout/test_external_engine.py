@@ -24,12 +24,15 @@ class Counting:
     def __init__(self):
         self.jobs, self.log, self.tokens, self.finish = [], [], 0, "length"
         self.order = list  # of places
+        self.together = lambda places: [[place] for place in places]
+        self.asked = []
         self.closed, self.forgotten = False, []
 
     def run(self, jobs):
         self.jobs += jobs
         try:
-            yield from ((place, self._one(jobs[place])) for place in self.order(range(len(jobs))))
+            for some in self.together(self.order(range(len(jobs)))):
+                yield {place: self._one(jobs[place]) for place in some}
         finally:
             self.closed = True
 
@@ -62,6 +65,7 @@ class CountingRollout(ExternalEngineRollout):
         return Job(ids, {"most": 0})
 
     def _completed(self, jobs, answers):
+        self._engine.asked.append(len(jobs))
         return [replace(one, routes=len(job.prompt_ids)) for job, one in zip(jobs, answers, strict=True)]
 
     def _forget(self, jobs):
@@ -119,6 +123,15 @@ def test_a_group_is_told_when_its_last_sample_is_done(make):
     in_order = make().generate(THREE, SHORT)
     assert {number: samples for number, _, samples in groups} == dict(enumerate(in_order))
     assert rollout.generate(THREE, SHORT) == in_order
+
+
+def test_groups_that_are_done_together_are_completed_together(make):
+    rollout = make(return_routes=True)
+    rollout._engine.together = lambda places: [[3], [0, 1, 2, 5], [4]]
+    groups = list(rollout.stream(THREE, SHORT))
+    assert [number for number, _ in groups] == [0, 1, 2]
+    assert rollout._engine.asked == [4, 2]
+    assert [samples for _, samples in groups] == make(return_routes=True).generate(THREE, SHORT)
 
 
 def test_who_stops_listening_gives_the_rest_up(make):

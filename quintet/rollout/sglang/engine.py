@@ -77,17 +77,17 @@ class SglangEngine:
 
     # jobs
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
-        done: SimpleQueue[tuple[int, Answer] | None] = SimpleQueue()
+    def run(self, jobs: Sequence[Job]) -> Generator[dict[int, Answer]]:
+        done: SimpleQueue[dict[int, Answer] | None] = SimpleQueue()
         with self._calls:
             future = asyncio.run_coroutine_threadsafe(self._all(jobs, done), self._loop)
             yield from self._watch.each(future, done)
 
-    async def _all(self, jobs: Sequence[Job], done: SimpleQueue[tuple[int, Answer] | None]) -> None:
+    async def _all(self, jobs: Sequence[Job], done: SimpleQueue[dict[int, Answer] | None]) -> None:
         begun = self._aborts
 
         async def one(place: int, job: Job) -> None:
-            done.put((place, await self._one(job, begun)))
+            done.put({place: await self._one(job, begun)})
 
         tasks = [asyncio.create_task(one(place, job)) for place, job in enumerate(jobs)]
         try:

@@ -74,11 +74,11 @@ class SglangRollout(ExternalEngineRollout):
     def _to_score(self, ids: list[int]) -> Job:
         return Job(ids, {"temperature": 1.0, "max_new_tokens": 0}, scores=True)
 
-    def _run(self, jobs: list[Job]) -> Generator[tuple[int, Answer]]:
-        for place, made in super()._run(jobs):
-            for name, count in made.counts.items():
+    def _run(self, jobs: list[Job]) -> Generator[dict[int, Answer]]:
+        for together in super()._run(jobs):
+            for name, count in chain.from_iterable(made.counts.items() for made in together.values()):
                 self._totals[name] += count
-            yield place, made
+            yield together
 
     def _routes_of(self, told: np.ndarray, tokens: int) -> np.ndarray:
         return routes_of(told, self._shape, tokens)

@@ -42,7 +42,7 @@ class OfflineEngine:
         self._under_way: set[str] = set()
         self._aborted: dict[str, Answer] = {}
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
+    def run(self, jobs: Sequence[Job]) -> Generator[dict[int, Answer]]:
         with self._calls, self._watch.named():
             names = [job.name for job in jobs]
             try:
@@ -63,11 +63,11 @@ class OfflineEngine:
             self._under_way.add(job.name)
             self._engine.add_request(job.name, prompt, params, lora_request=self._adapter)
 
-    def _step_through(self, names: Sequence[str]) -> Iterator[tuple[int, Answer]]:
+    def _step_through(self, names: Sequence[str]) -> Iterator[dict[int, Answer]]:
         """Answers are told a step late: what workers wrote down of these has come to the host by then, where asking at once would
         wait for the step that is under way, with none behind it."""
         places = {name: place for place, name in enumerate(names)}
-        left, late = len(names), dict[str, Answer]()
+        left, late = len(names), dict[int, Answer]()
         while left:
             with self._turn:
                 while self._waiting or (self._paused and not self._aborted and not late):
@@ -82,9 +82,10 @@ class OfflineEngine:
             if not left:
                 with self._turn:
                     compat.settle(self._engine)
-            yield from ((places[name], made) for name, made in late.items())
-            late = answers
-        yield from ((places[name], made) for name, made in late.items())
+            if late:
+                yield late
+            late = {places[name]: made for name, made in answers.items()}
+        yield late
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:

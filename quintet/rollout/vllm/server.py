@@ -36,16 +36,16 @@ class ServerEngine:
         """Run a coroutine on the engine's loop, from any thread but that one."""
         return self._watch.wait_for(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
+    def run(self, jobs: Sequence[Job]) -> Generator[dict[int, Answer]]:
         with self._watch.named():
-            done: SimpleQueue[tuple[int, Answer] | None] = SimpleQueue()
+            done: SimpleQueue[dict[int, Answer] | None] = SimpleQueue()
             yield from self._watch.each(
                 asyncio.run_coroutine_threadsafe(self._all(jobs, done), self._loop), done
             )
 
-    async def _all(self, jobs: Sequence[Job], done: SimpleQueue[tuple[int, Answer] | None]) -> None:
+    async def _all(self, jobs: Sequence[Job], done: SimpleQueue[dict[int, Answer] | None]) -> None:
         async def one(place: int, job: Job) -> None:
-            done.put((place, await self._one(job)))
+            done.put({place: await self._one(job)})
 
         tasks = [asyncio.ensure_future(one(place, job)) for place, job in enumerate(jobs)]
         try:

@@ -578,7 +578,7 @@ def jobs(n, tokens=50, **changes):
 
 
 def ordered(engine, work):
-    told = dict(engine.run(work))
+    told = {place: made for together in engine.run(work) for place, made in together.items()}
     return [told[place] for place in range(len(work))]
 
 
@@ -605,7 +605,7 @@ def test_jobs_are_answered_by_their_places(engine):
     answers = ordered(engine, jobs(5))
     assert [a.response_ids for a in answers] == [[(at + k + 1) % 100 for k in range(50)] for at in range(5)]
     assert {a.finish for a in answers} == {"length"}
-    done = [place for place, _ in engine.run([*jobs(1, tokens=80), *jobs(1)])]
+    done = [place for together in engine.run([*jobs(1, tokens=80), *jobs(1)]) for place in together]
     assert done == [1, 0], "told as they finish"
 
 
