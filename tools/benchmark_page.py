@@ -42,11 +42,12 @@ LIMITS: dict[str, str | dict[str, str]] = {
         "": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels that move memory and compute little, and "
         "the host's launches share the rest, and no record tells them apart.",
         "qwen2.5-1.5b": "the host as well: where as many processes as it has cores keep it busy (`busy-16`) both take as long, and on an idle one quintet does 1.05 of what "
-        "megatron-core alone does.",
+        "megatron-core alone does. Of two stages (`pp2`) each waits for the other in a fifth of the time, with four micro-batches.",
         "qwen3-8b": "memory, which decides what is computed again. Of four GPUs at rows of 16k `mfu` was 0.41 where all is (2026-11-22, in no record), is 0.47 "
         "with the MLPs alone, and 0.56 with what lies between products, which fits 141 GB; rows of 8k fit without, at 0.5499 where 0.55 was aimed for. Plain layers "
         "(portable) on eight had 0.25, in no record either. Then each rank of the benchmark took a thread for each of the host's cores, and packing waited for them: on a host of 64 four ranks "
-        "took 4.2 s a step where one took 1.44. Ranks of a run have one each, and since 2026-11-28 the benchmark's too; they were not measured again.",
+        "took 4.2 s a step where one took 1.44. Ranks of a run have one each, and since 2026-11-28 the benchmark's too; they were not measured again. Of 12 layers two GPUs (dp2) train 30,566 tokens/s each where one "
+        "trains 30,498.",
         "qwen3-30b-a3b": "the sending of tokens between ranks, and what the fullest rank has to compute: routers with random weights choose more unevenly than trained "
         "ones. Three steps a depth are measured, so that a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
     },
@@ -74,15 +75,16 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "mtp": "the host: a step of a 400M model is as long as its launches, with drafts as without, so that tokens/s without drafts moved by a third "
     "between runs; at 256 sequences, the verification of more tokens than a captured graph has.",
     "oracle": "no speed: how far results are from one transformers process.",
-    "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not "
-    "planned: of the 7 GiB more while vLLM is awake it has 2.0 itself beyond its share of the device, for captured graphs and its context, the trainer 1.5 for its context, 3.2 that it "
-    "has not given back since its first training, and this benchmark 0.6, which since draws the weights in a process that ends. Asleep vLLM holds 2.2 GiB. Seconds are planned at the best; what leaves for generation and comes back was planned in `sync` then, and is in `generate` now. `save` and `load` were not measured yet.",
+    "plan": "no speed: how near `quintet plan`, the baseline, comes. Measured memory has CUDA's contexts and what torch keeps in it, which is not planned: of the 7 GiB "
+    "more while vLLM is awake it has 2.0 itself beyond its share of the device, for captured graphs and its context, the trainer 1.5 for its context, and 3.2 that it kept "
+    "since its first training, for TransformerEngine's sake, and gives back since 2026-11-29. Asleep vLLM holds 2.2 GiB. While it saves, torch still has what training took. On the host "
+    "6 GiB are Python's and its libraries'; of 10 more while it loads we do not know whose they are. Seconds are planned at the best.",
     "rollout": {
         "laptop": "two cores, shared with whatever else the machine does.",
         "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",
         "qwen2.5-1.5b/1gpu/vllm": "the GPU, for 512 sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time. In a long tail a step of few "
-        "sequences is the GPU's own time, which replays it. Log-probs (`logprob_cost`) were of a kernel for many rows when this was measured; that for few "
-        "is not measured yet.",
+        "sequences is the GPU's own time, which replays it. Of what log-probs cost (`logprob_cost`) two thirds were the host's when this was measured, "
+        "which asked for those of samples that end together one request after the other; since 2026-11-29 it asks once.",
         "qwen2.5-1.5b/1gpu/bare": "the host, by which vLLM itself moves from run to run. `bare-first` is its first model runner, which it takes by itself, and `bare-silent` its "
         "second without log-probs, both on another host than the others.",
         "qwen3-8b": "the GPU in steps of many sequences; in those of few it was the host when this was measured.",
@@ -172,6 +174,8 @@ What was measured and did not help, so that nobody need try it again as it was; 
 - One launch for all experts makes them no five times as fast where each has 1,024 rows, but 1.56 times (`experts`).
 - Rows of few sizes (`engine.row_buckets`): what they are padded by, 3% of tokens/s, is not gained back (`engine`, `ragged/row_buckets-true` beside
   `ragged`); a recipe may ask for them.
+- Reduction of gradients and gathering of parameters beside computing, on two GPUs of a node: 30,511 tokens/s each, and 30,566 without (`engine`,
+  `qwen3-8b/te/gpus2`). Between nodes it may gain; a recipe asks for it with `engine.overlap_grad_reduce` and `engine.overlap_param_gather`.
 - A thread for each of the host's cores in every rank: packing waits for them (`engine`, of `qwen3-8b`).
 """
 
