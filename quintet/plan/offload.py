@@ -106,8 +106,8 @@ class Offload:
             )
             if lacking := self.lacking(total, shares):
                 said.append(
-                    f"By the memory formula {lacking / GIB:.1f} GiB are missing even so: a smaller rollout.memory_fraction, or what "
-                    "quintet check names, needs less."
+                    f"By the memory formula {lacking / GIB:.1f} GiB are missing even so: {'rollout.sleep_level=auto, ' * (not self._level)}a smaller "
+                    f"rollout.{'memory_fraction' if self.moments[0].share else 'sequences_per_rank'}, or what quintet plan --gpu-gib names, needs less."
                 )
         if one := self.training:
             word = "sleeps while others compute" if self.level(total) else "stays awake"

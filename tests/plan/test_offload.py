@@ -315,8 +315,28 @@ def test_the_reason_has_the_figures() -> None:
     assert "gradients" in text or "nothing" in text
     assert "nothing leaves devices of" in offload.sizes()
     tight = Offload(recipe(rollout={"backend": "vllm", "memory_fraction": 0.99}), SHAPES["qwen3"], "train")
-    assert "are missing even so" in tight.reason(total)
+    assert (
+        "are missing even so: a smaller rollout.memory_fraction, or what quintet plan --gpu-gib "
+        in tight.reason(total)
+    )
     assert "all of it leaves" in tight.sizes()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "named"),
+    [
+        (
+            {"backend": "vllm", "memory_fraction": 0.5, "sleep_level": 0},
+            "rollout.sleep_level=auto, a smaller rollout.memory_fraction",
+        ),
+        ({"backend": "native", "layout": {"tp": 1}}, "a smaller rollout.sequences_per_rank"),
+    ],
+)
+def test_where_memory_is_missing_settings_that_the_rollout_reads_are_named(
+    rollout: dict[str, Any], named: str
+) -> None:
+    made = recipe(rollout=rollout, layout={"tp": 2, "sp": True})
+    assert f"are missing even so: {named}, or what" in Offload(made, SHAPES["qwen3"], "train").reason(4 * GIB)
 
 
 def test_a_rollout_stays_awake_where_all_of_training_fits_beside_it() -> None:
