@@ -78,7 +78,6 @@ _TRIED_WITH_SECOND = {
     *("num_gpu_blocks_override", "cudagraph_capture_sizes"),
 }
 """Options of rollout.vllm that change nothing of what the second model runner has to do, or that quintet sets itself."""
-_ON_ANYWAY = ("async_scheduling", True)
 
 
 def second_runner_lacks(recipe: Recipe) -> str | None:
@@ -88,7 +87,7 @@ def second_runner_lacks(recipe: Recipe) -> str | None:
     if "speculative_config" in recipe.rollout.vllm:
         return "rollout.vllm.speculative_config"
     for key, value in recipe.rollout.vllm.items():
-        if key not in _TRIED_WITH_SECOND and (key, value) != _ON_ANYWAY:
+        if key not in _TRIED_WITH_SECOND and (key, value) != ("async_scheduling", True):
             return f"rollout.vllm.{key} (not tried)"
     if placement_of(recipe).layout.pp > 1:
         return "rollout.layout.pp > 1 (not tried)"
@@ -109,8 +108,9 @@ def runner_taken(recipe: Recipe, asked: str | None) -> tuple[str, str]:
     """Return what `RUNNER` has to be on GPUs, and a line that says which model runner that is, and why. asked: what it is, if anything."""
     lacks = second_runner_lacks(recipe)
     taken = asked or ("0" if lacks else "1")
-    why = f"{RUNNER}={asked} in the environment" if asked else lacks and f"the second lacks {lacks}"
-    return taken, f"vLLM on GPUs: {_RUNNERS[taken]}: {why or 'it can do all that the recipe asks'}"
+    why = [asked and f"{RUNNER}={asked} in the environment", lacks and f"the second lacks {lacks}"]
+    said = "; ".join(filter(None, why)) or "it can do all that the recipe asks"
+    return taken, f"vLLM on GPUs: {_RUNNERS[taken]}: {said}"
 
 
 def runner_refusals(recipe: Recipe, asked: str | None) -> Iterator[Problem]:

@@ -86,7 +86,11 @@ def test_the_second_runner_is_taken_for_routes_on_gpus_alone() -> None:
 def test_the_runner_that_is_asked_for_is_taken_whatever_it_lacks() -> None:
     taken, line = runner_taken(recipe_of(vllm=NGRAM), "1")
     assert taken == "1"
-    assert line == f"vLLM on GPUs: the second model runner, the faster: {RUNNER}=1 in the environment"
+    assert line == (
+        f"vLLM on GPUs: the second model runner, the faster: {RUNNER}=1 in the environment; the second lacks "
+        "rollout.vllm.speculative_config"
+    )
+    assert runner_taken(recipe_of(), "0")[1].endswith(f"the slower: {RUNNER}=0 in the environment")
 
 
 def test_greedy_with_merged_adapters_may_draft() -> None:
