@@ -37,6 +37,8 @@ WORST_FALL = 0.08
 PART_S = 540.0
 ORACLE = {"oracle-te": "transformer_engine", "oracle-portable": "portable"}
 PARTS = (*ORACLE, "kernels", "steps", "scheduler", "vllm", "kills", "fp8", "engine", "rollout", "sync")
+EXTRAS = {"vllm": "'.[vllm]'", "sglang": "'.[sglang]'"}
+"""What brings a package that quintet itself does not."""
 ELSEWHERE = ("sglang",)
 """What runs only where it is named: it needs another environment than the rest."""
 NEVER_TINY = {*ORACLE, "kernels", "scheduler", "vllm", "kills", *ELSEWHERE}
@@ -297,12 +299,12 @@ def run_steps(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[s
 def run_tests(names: Sequence[str], needs: str, holds: str) -> Callable[..., tuple[list[str], list[str]]]:
     """Return what runs tests of a back end that it needs, by file or by name, those not for nights alone: lines as of `run_benchmarks`."""
     # Of the settings of this tree some are of plugins, which a GPU machine need not have.
-    bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore".split()
+    bare = f"-c {os.devnull} --rootdir . --import-mode=importlib -p no:cacheprovider -W ignore -rs".split()
     command = ["pytest", *bare, "-m", "not nightly"]
 
     def run(part: str, gpus: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
         if importlib.util.find_spec(needs) is None:
-            return [], [f"{part}: {needs} is not installed here: pip install -e '.[{needs}]'"]
+            return [], [f"{part}: {needs} is not installed here: pip install -e {EXTRAS.get(needs, '.')}"]
         for name in names:  # a process each: on a GPU vLLM refuses the second engine that sleeps in one
             if wrong := status_of([*command, name], options.part_s):
                 return [], [f"{part}: {name}: {wrong}"]

@@ -105,6 +105,19 @@ def test_of_a_part_of_tests_the_one_that_fails_is_named(monkeypatch) -> None:
     assert found == ([], [f"vllm: {failing}: too long"])
 
 
+def test_what_a_machine_lacks_for_a_part_of_tests_is_named(monkeypatch) -> None:
+    """A package, with what brings it; more GPUs, by pytest, with its reason to skip."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(gpu_check, "status_of", lambda command, _: ran.append([*command]))
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: name)
+    gpu_check.TESTS["kills"]("kills", 1, gpu_check.arguments(["--part", "kills"]))
+    assert all("-rs" in command for command in ran)
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    for part, brings in (("kernels", "."), ("kills", "'.[vllm]'"), ("sglang", "'.[sglang]'")):
+        _, (wrong,) = gpu_check.TESTS[part](part, 1, gpu_check.arguments(["--part", part]))
+        assert wrong.endswith(f"is not installed here: pip install -e {brings}")
+
+
 def test_make_runs_each_part() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert f"\ntest-gpu: PART := {' '.join(gpu_check.PARTS)}\n" in makefile
