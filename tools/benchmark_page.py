@@ -41,13 +41,13 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "engine": {
         "": "`mfu` is the part of the card's dense bf16 rate that is used; attention of ragged lengths, kernels that move memory and compute little, and "
         "the host's launches share the rest, and no record tells them apart.",
-        "qwen2.5-1.5b": "the host as well: where as many processes as it has cores keep it busy (`busy-16`) both take as long, and on an idle one quintet does 1.05 of what "
+        "qwen2.5-1.5b": "the host as well: where as many processes as it has cores keep it busy (`busy-16`) both take as long, where 1.03 was aimed for and plain layers were not measured; on an idle one quintet does 1.05 of what "
         "megatron-core alone does. Of two stages (`pp2`) each waits for the other in a fifth of the time, with four micro-batches.",
         "qwen3-8b": "memory, which decides what is computed again. Of four GPUs at rows of 16k `mfu` was 0.41 where all is (2026-11-22, in no record), is 0.47 "
         "with the MLPs alone, and 0.56 with what lies between products, which fits 141 GB; rows of 8k fit without, at 0.5499 where 0.55 was aimed for. Plain layers "
         "(portable) on eight had 0.25, in no record either. Then each rank of the benchmark took a thread for each of the host's cores, and packing waited for them: on a host of 64 four ranks "
         "took 4.2 s a step where one took 1.44. Ranks of a run have one each, and since 2026-11-28 the benchmark's too; they were not measured again. Of 12 layers two GPUs (dp2) train 30,566 tokens/s each where one "
-        "trains 30,498.",
+        "trains 30,498; four have no record beside one.",
         "qwen3-30b-a3b": "the sending of tokens between ranks, and what the fullest rank has to compute: routers with random weights choose more unevenly than trained "
         "ones. Three steps a depth are measured, so that a line through two depths is less certain than either; megatron-core alone launches its experts one by one.",
     },
@@ -57,7 +57,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "experts": "memory and the size of the products: 1,024 rows an expert are enough to keep a GPU busy with one product at a time, so that a single launch "
     "for all gains less than the five times that were aimed for.",
     "fingerprints": "one pass over all weights; it reads them at a third of what the card's memory gives at most.",
-    "handover": "generation, three fifths of the step, and of it the longest response: some 300 steps of few sequences, of 1.8 ms each, which is the GPU's own time. "
+    "handover": "generation, three fifths of the step, and of it the longest response: some 300 steps of few sequences, of 1.8 ms each, which is the GPU's own time; a step of 1.2 s was aimed for. "
     "Where all fits nothing moves but weights: the rollout stays awake. `controller_share` is planning and scattering (2%), and 23 ms in no phase, of which 9 ask "
     "ranks for their memory and counts. With all of training's state away it is the link, too, and the taking and giving back of memory. Gradients leave and come back "
     "without a copy, and are not counted. What leaves for the first time pins host memory.",
@@ -83,7 +83,7 @@ LIMITS: dict[str, str | dict[str, str]] = {
         "laptop": "two cores, shared with whatever else the machine does.",
         "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",
         "qwen2.5-1.5b/1gpu/vllm": "the GPU, for 512 sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time. In a long tail a step of few "
-        "sequences is the GPU's own time, which replays it. Of what log-probs cost (`logprob_cost`) two thirds were the host's when this was measured, "
+        "sequences is the GPU's own time, which replays it. Of what log-probs cost (`logprob_cost`: 0.036, where 0.03 was aimed for) two thirds were the host's when this was measured, "
         "which asked for those of samples that end together one request after the other; since 2026-11-29 it asks once.",
         "qwen2.5-1.5b/1gpu/bare": "the host, by which vLLM itself moves from run to run. `bare-first` is its first model runner, which it takes by itself, and `bare-silent` its "
         "second without log-probs, both on another host than the others.",
@@ -95,7 +95,9 @@ LIMITS: dict[str, str | dict[str, str]] = {
     "on four GPUs vLLM generated slower than in bf16, by a build without DeepGEMM; with it, as in its own wheel, and 12 layers on one, as fast: there head, attention's scores and "
     "the draw are most of its steps, and stay in bf16.",
     "sync": "at most the card's own copies (`copy_limit_share` of it is used); many small tensors and turns between two processes are the rest. "
-    "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B; that of before 2026-11-23 was of all ranks on each.",
+    "Planning is Python over a model's tensors, 18,867 of Qwen3-30B-A3B, and takes a quarter longer for 64 ranks than for 8 where `ep` spreads experts over "
+    "all; that of before 2026-11-23 was of all ranks on each. One and two GPUs were measured on 2026-11-21, when each part was copied by a launch of its own; "
+    "by a table that copies all at once four have a record, and eight have none.",
 }
 """What limits a benchmark's cases today, or each of its kinds of cases; a benchmark with records needs one."""
 
