@@ -57,7 +57,7 @@ def section(told: Mapping[str, Any]) -> str:
     origin = records[0]
     lines.append(
         f"- {found[TRAINED, 'steps']:.0f} steps of GRPO, {found[TRAINED, 'step_s']:.2f} s each (median), on {origin['hardware']}, "
-        f"{origin['date']}, commit {origin['commit']}.\n"
+        f"{origin['date']}, commit {origin['commit']}: `{origin['command']}`.\n"
     )
     lines += [*curve(told["curve"]["rl"]), *samples(told["samples"])]
     return "\n".join(lines)

@@ -28,7 +28,7 @@ def choose_runner(recipe: Recipe) -> str:
     The second runner draws a token's noise in one kernel keyed by (seed, position); the first starts one a sequence (512 sequences
     of a 1.5B model on an H200, vLLM alone: 37,500 tokens/s against 16,400 on another host), draws drafted tokens with the noise that it draws the policy's
     with, and proposes them in captured graphs. VLLM_USE_V2_MODEL_RUNNER in the environment decides instead of the recipe, where it is
-    set. Raises UserError for a runner that there is not, or that cannot do what the recipe asks.
+    set. Raises UserError for a runner that there is not, and for routes, which the first does not tell.
     """
     for problem in runner_refusals(recipe, _RUNNER_ASKED):
         raise UserError(problem.message)
