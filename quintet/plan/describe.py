@@ -63,7 +63,9 @@ def looks(recipe: Recipe, command: Command, gpu_gib: float | None = None) -> dic
     if command in ("train", "sft"):
         found["micro-batches"] = lambda: _rows(recipe)
         if recipe.model.path is not None or gpu_gib is not None:
-            found["memory"] = lambda: _memory(recipe if gpu_gib is None else sized()[0], shape, command)
+            found["memory"] = lambda: _memory(
+                recipe if gpu_gib is None else sized()[0], shape, command, gpu_gib
+            )
     if recipe.model.path is not None or gpu_gib is not None:
         found["offload"] = lambda: _offload(recipe, shape, command) if gpu_gib is None else sized()[1]
     return found
@@ -250,17 +252,23 @@ def _rows(recipe: Recipe) -> str:
     return f"{text}{', ' if padded else ''}{' and '.join(padded)}{fewer}."
 
 
-def _memory(recipe: Recipe, shape: ModelShape, command: Command) -> str:
+def _memory(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float | None) -> str:
     """Of the fullest rank."""
     parts = fullest_rank(recipe, shape, command)
+    total = sum(parts.values()) / _GIB
+    more = (
+        f" A GPU of {gpu_gib:g} GiB has no room for it: quintet plan --gpu-gib {gpu_gib:g} names what needs less."
+        if gpu_gib and total > gpu_gib
+        else ""
+    )
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     of_gpu = (
         " A GPU's: none is here; cluster.device=cpu tells of the CPU." if _lacks_gpu(recipe, "auto") else ""
     )
     besides = "" if command == "sft" else f", the rollout{_packed(setup_of(recipe, shape), recipe)}"
     return (
-        f"Memory: about {sum(parts.values()) / _GIB:.1f} GiB on the fullest rank while it trains ({said}); what a process "
-        f"needs{besides} and fragmentation come on top.{of_gpu}"
+        f"Memory: about {total:.1f} GiB on the fullest rank while it trains ({said}); what a process "
+        f"needs{besides} and fragmentation come on top.{of_gpu}{more}"
     )
 
 

@@ -303,6 +303,12 @@ def test_check_counts_memory_of_a_built_model_where_a_device_is_named(
     assert "Layout: 1 rank = dp 1" in said
     assert "Memory: about 57.4 GiB" in said
     assert "The rollout stays awake: training beside it needs 99.1 GiB. Of 139.0 GiB" in said
+    assert "has no room" not in said
+    assert main(["check", built, "--gpu-gib", "40"]) == 0
+    assert (
+        "A GPU of 40 GiB has no room for it: quintet plan --gpu-gib 40 names what needs less."
+        in capsys.readouterr().err
+    )
 
 
 def test_check_tells_what_replayed_routes_come_to(
