@@ -104,8 +104,11 @@ def test_of_experts_is_told_what_was_measured_and_what_was_not() -> None:
         ("tensorwise", SPARSE, "; not measured: tensorwise"),
         ("blockwise", wide, "; not measured: experts of 2,048 units"),
         ("tensorwise", wide, "; not measured: tensorwise, experts of 2,048 units"),
+        ("blockwise", replace(SPARSE, moe=MoeShape(128, 8, 512)), "; not measured: experts of 512 units"),
     ):
-        assert in_8_bits(recipe(fp8), shape).endswith(f"{measured}{more}.")
+        # Also of a card on which they gain, by what is counted.
+        for card in ("H100", "H200"):
+            assert in_8_bits(recipe(fp8), shape, card).endswith(f"{measured}{more}.")
     biases = replace(SPARSE, moe=MoeShape(128, 8, 768, biases=True))
     assert "experts. At most" in in_8_bits(recipe(), biases)
     assert "Warning: each expert" not in in_8_bits(recipe(), biases)
