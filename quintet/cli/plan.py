@@ -75,17 +75,22 @@ def _rank(text: str) -> int | str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the memory of each pipeline stage's fullest rank by phase. 0 it fits or is not compared, 2 it does not fit."""
+    from quintet.recipe.hub import shapes_alone
+
+    with shapes_alone():
+        return _plan(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
     from quintet.plan.describe import in_units
     from quintet.plan.fp8 import USUAL, in_8_bits
     from quintet.plan.phases import plan_stages
     from quintet.plan.seconds import samples_of
-    from quintet.recipe.hub import shapes_alone
     from quintet.recipe.loader import load_recipe
     from quintet.recipe.rules import shape_of
 
-    with shapes_alone():
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        shape = shape_of(recipe)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    shape = shape_of(recipe)
     assert shape is not None  # a sound recipe names a model
     if arguments.build is not None:
         if arguments.gpu or arguments.gpu_gib or arguments.mean_tokens:

@@ -14,6 +14,7 @@ from quintet.plan.memory import Memory, rank_memory
 from quintet.plan.rollout import rollout_bytes, without_room
 from quintet.plan.setup import Place, Setup
 from quintet.recipe.derived import critic_shape, layout_of, optimizer_of, optimizers, roles_of
+from quintet.recipe.hub import are_shapes_alone
 from quintet.recipe.lora import lora_shape
 from quintet.recipe.offload import most_shares
 from quintet.recipe.recompute import without_products
@@ -42,19 +43,18 @@ def setup_of(recipe: Recipe, shape: ModelShape) -> Setup:
 
 
 def layers_of(recipe: Recipe) -> str:
-    """Return the back end of layers, as far as it can be told without torch."""
+    """Return the back end of layers, as far as it can be told without torch. What is planned from shapes alone may run elsewhere: what
+    is installed here does not count then."""
     backend, device = recipe.engine.backend, recipe.cluster.device
     if backend != "auto":
         return f"{backend} layers"
     if device == "cpu":
         return "portable layers"
-    if recipe.engine.fp8 is not None:
-        return "transformer_engine layers"  # the only ones that have it
-    if recipe.cluster.address is None:
-        if importlib.util.find_spec("transformer_engine") is None:
-            return "portable layers (TransformerEngine is not installed here)"
-        if device == "cuda":
-            return "transformer_engine layers"
+    fp8, here = recipe.engine.fp8, recipe.cluster.address is None and not are_shapes_alone()
+    if here and fp8 is None and importlib.util.find_spec("transformer_engine") is None:
+        return "portable layers (TransformerEngine is not installed here)"
+    if fp8 is not None or (here and device == "cuda"):  # no others have products in 8 bits
+        return "transformer_engine layers"
     return "transformer_engine layers (portable on ranks without it or without a GPU)"
 
 

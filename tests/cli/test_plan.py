@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -218,6 +220,26 @@ def test_eight_bits_are_planned_where_transformer_engine_is_not_installed(capsys
     layer = 3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944
     more = float(train(f"engine.fp8={fp8}")) - float(train("engine.backend=transformer_engine"))
     assert more == pytest.approx(28 * layer / 2 * each / GIB, abs=0.11)
+
+
+def test_a_plan_does_not_depend_on_what_is_installed_here(capsys, monkeypatch):
+    """The layers of GPUs are planned on a laptop, too; others are asked for."""
+    real, said = importlib.util.find_spec, []
+    for more, spec in (
+        ([], None),
+        ([], ModuleSpec("transformer_engine", None)),
+        (["engine.backend=transformer_engine"], None),
+        (["engine.backend=portable"], None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                importlib.util,
+                "find_spec",
+                lambda name, *of, spec=spec: spec if name == "transformer_engine" else real(name, *of),
+            )
+            main(["plan", str(RECIPES / "qwen3_8b_dapo_8gpu.yaml"), *more])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] != said[3]
 
 
 def test_what_eight_bits_do_not_change_is_told(capsys):
