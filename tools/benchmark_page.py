@@ -157,7 +157,7 @@ GLANCE = (
         "fp8",
         "8b/gpus1/by-layers4-8of36/tensorwise",
         "tokens_per_s",
-        "training in 8 bits, Qwen3-8B's shape, a scale a tensor",
+        "training in 8 bits, Qwen3-8B's shape, by a line through 4 and 8 layers, a scale a tensor",
         "bf16",
     ),
     ("fp8", "8b/gpus1/by-layers4-8of36/blockwise", "tokens_per_s", "the same, a scale a block", "bf16"),
