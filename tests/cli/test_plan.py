@@ -193,6 +193,13 @@ def test_what_a_config_alone_says_of_8_bits_is_refused(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_recipe_is_planned_without_weights_or_data(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(recipe)]) == 0
+    assert "\nFullest: " in capsys.readouterr().out
+
+
 def test_a_shape_is_planned_by_its_name(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "Qwen2-7B", "cluster.ranks=4", "layout.tp=4"]) == 0
