@@ -27,8 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what it puts in the background, and so it would come to every process of a test: none could be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-for name, exact in FP32_PRODUCTS.items():  # as ranks have it
-    os.environ.setdefault(name, exact)
+os.environ.update(FP32_PRODUCTS | os.environ)  # as ranks have it
 
 ROOMS_TOGETHER = {"cluster": "system", "end_to_end": "system", "oracle": "oracle"}
 """Rooms whose tests one worker runs, one after another: those of "system" look for processes left behind, those of

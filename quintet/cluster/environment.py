@@ -50,10 +50,10 @@ def rank_environment(place: Place, gpus: Sequence[int], is_local: bool) -> dict[
     if place.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # a machine may have some, and layers ask torch alone
         env["OMP_NUM_THREADS"] = str(place.threads)
-        env |= {key: os.environ.get(key, kept) for key, kept in PRODUCTS_KEPT.items()}
     else:  # as Ray sets it for ranks with devices of their own
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        env |= {key: os.environ.get(key, exact) for key, exact in FP32_PRODUCTS.items()}
+    products = PRODUCTS_KEPT if place.device == "cpu" else FP32_PRODUCTS
+    env |= {key: os.environ.get(key, ours) for key, ours in products.items()}
     if is_local:
         # gloo would look the host's name up, which laptops often cannot, and which may stand for an address that others reach.
         # What the environment says for runs on a cluster does not count here.

@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Products in fp32, not in the 10 bits of TF32, which TransformerEngine asks of cuBLAS; read when CUDA starts.
-os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+from quintet.cluster.environment import FP32_PRODUCTS
+
+os.environ.update(FP32_PRODUCTS | os.environ)  # read when CUDA starts
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core's tensor parallelism asks for it
 
 from benchmarks.records import record, write_records

@@ -22,6 +22,7 @@ from quintet.plan.setup import Place, Setup
 from quintet.recipe import schema
 from tests.engine.checkpoint.ranks import parts_of
 from tests.engine.storage import held
+from tests.gpus import a_gpu_each
 
 TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,11 +116,6 @@ def setup(family: str, ranks: int = 1, **how: Any) -> Setup:
     )
 
 
-def skip_without(ranks: int) -> None:
-    if DEVICE == "cuda" and ranks > torch.cuda.device_count():
-        pytest.skip(f"needs {ranks} GPUs")
-
-
 def build(case: Setup) -> Any:
     from quintet.engine.engine import Engine
 
@@ -200,7 +196,7 @@ def allocated(cases: list[Setup]) -> list[tuple[Place, dict[str, int], tuple[int
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_static_parts_are_exact(pool, ranks):
-    skip_without(ranks)
+    a_gpu_each(ranks)
     cases = [setup(family, n, **how) for family, n, how in STATIC if n == ranks]
     results = pool.run(allocated, ranks, cases)
     for number, case in enumerate(cases):
@@ -241,7 +237,7 @@ def allocated_in_buckets(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_buckets_of_gradients_are_padded_each(pool, ranks):
-    skip_without(ranks)
+    a_gpu_each(ranks)
     elements = 300_001
     cases = [setup(family, n, overlap_grad_reduce=True, **how) for family, n, how in OVERLAP if n == ranks]
     results = pool.run(allocated_in_buckets, ranks, elements, cases)
@@ -413,7 +409,7 @@ TOLERANCE = (
     [pytest.param(*one, marks=pytest.mark.slow) for one in ((1, ACTIVATIONS), (2, PARALLEL))],
 )
 def test_activations_are_what_autograd_keeps(pool, ranks, table):
-    skip_without(ranks)
+    a_gpu_each(ranks)
     if DEVICE == "cuda":  # flash attention is bf16
         table = [(family, how | {"dtype": "bf16"}) for family, how in table]
     cases = [setup(family, ranks, **how) for family, how in table]
