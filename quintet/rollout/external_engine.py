@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -153,36 +153,31 @@ class ExternalEngineRollout(Rollout, ABC):
         by_request = [self._jobs(at, request, sampling) for at, request in enumerate(requests)]
         places = [(at, number) for at, some in enumerate(by_request) for number in range(len(some))]
         came: list[dict[int, tuple[Answer, float]]] = [{} for _ in requests]
-        awaited, done = dict(enumerate(by_request)), itertools.count(1)
+        awaited, done = dict(enumerate(by_request)), 0
         try:
             with closing(self._run([job for some in by_request for job in some])) as told:
                 for together in told:
                     for job, answer in together.items():
                         at, number = places[job]
                         came[at][number] = answer, time.perf_counter()
-                        self._progress(next(done))
+                        done += 1
+                        self._progress(done)
                     touched = dict.fromkeys(places[job][0] for job in together)
                     whole = [at for at in touched if len(came[at]) == len(by_request[at])]
-                    samples = self._made(
-                        [by_request[at] for at in whole], [came[at] for at in whole], sampling
-                    )
-                    for at, made in zip(whole, samples, strict=False):
+                    if not whole:
+                        continue
+                    jobs = [job for at in whole for job in by_request[at]]
+                    answers = [came[at][number] for at in whole for number in range(len(by_request[at]))]
+                    completed = self._completed(jobs, [answer for answer, _ in answers])
+                    parts = zip(jobs, completed, (when for _, when in answers), strict=True)
+                    for at in whole:
+                        made = [self._sample(*one, sampling) for one in islice(parts, len(by_request[at]))]
                         del awaited[at]
                         yield at, made
         finally:
             if given_up := [job for some in awaited.values() for job in some]:
                 with suppress(Exception):  # a dead engine's second error would hide its first
                     self._forget(given_up)
-
-    def _made(
-        self, by_request: list[list[Job]], came: list[dict[int, tuple[Answer, float]]], sampling: Sampling
-    ) -> Iterator[list[Sample]]:
-        """The samples of requests that are done. came: by request and job its answer, and when it was there."""
-        jobs = list(chain.from_iterable(by_request))
-        answers, when = zip(*(one[number] for one in came for number in range(len(one))), strict=True)
-        told = zip(jobs, self._completed(jobs, list(answers)), when, strict=True)
-        for some in by_request:
-            yield [self._sample(*one, sampling) for one in islice(told, len(some))]
 
     def _sample(self, job: Job, told: Answer, finished: float, sampling: Sampling) -> Sample:
         made = policy_sample(told.response_ids, told.logprobs, told.finish, sampling, self._decode)

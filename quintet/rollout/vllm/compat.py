@@ -170,8 +170,7 @@ def _cause(raised: Exception, began: int) -> Exception:
     kind, said = found.groups() if found else ("", "")
     if kind == "ValueError":
         return ValueError(said)
-    lacking = RuntimeError(said)
-    if says_no_memory(lacking):
+    if says_no_memory(lacking := RuntimeError(said)):
         return lacking  # for whoever knows what to change
     told = f" ({kind}: {said})" if found else ""
     return WorkerFailure(
