@@ -256,11 +256,9 @@ def _memory(recipe: Recipe, shape: ModelShape, command: Command, gpu_gib: float 
     """Of the fullest rank."""
     parts = fullest_rank(recipe, shape, command)
     total = sum(parts.values()) / _GIB
-    more = (
-        f" A GPU of {gpu_gib:g} GiB has no room for it: quintet plan --gpu-gib {gpu_gib:g} names what needs less."
-        if gpu_gib and total > gpu_gib
-        else ""
-    )
+    more = ""
+    if gpu_gib is not None and total > gpu_gib:
+        more = f" A GPU of {gpu_gib:g} GiB has no room for it: quintet plan --gpu-gib {gpu_gib:g} names what needs less."
     said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     of_gpu = (
         " A GPU's: none is here; cluster.device=cpu tells of the CPU." if _lacks_gpu(recipe, "auto") else ""

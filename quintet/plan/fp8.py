@@ -71,7 +71,8 @@ def in_8_bits(recipe: Recipe, shape: ModelShape, card: str = USUAL) -> str:
         units, width = shape.moe.ffn_hidden_size, break_even(shape.hidden_size, card)
         if units < width:
             told.append(f"Experts gain from {width} units on, and these have {units}.")
-        other = ["tensorwise"] * (recipe.engine.fp8 == "tensorwise")
-        other += [f"experts of {units:,} units"] * (units != 768)
+        other = ["tensorwise"] if recipe.engine.fp8 == "tensorwise" else []
+        if units != 768:
+            other.append(f"experts of {units:,} units")
         told.append(f"{OF_EXPERTS}; not measured: {', '.join(other)}." if other else f"{OF_EXPERTS}.")
     return " ".join(told)

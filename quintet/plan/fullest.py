@@ -50,11 +50,13 @@ def layers_of(recipe: Recipe) -> str:
         return f"{backend} layers"
     if device == "cpu":
         return "portable layers"
-    fp8, here = recipe.engine.fp8, recipe.cluster.address is None and not are_shapes_alone()
-    if here and fp8 is None and importlib.util.find_spec("transformer_engine") is None:
-        return "portable layers (TransformerEngine is not installed here)"
-    if fp8 is not None or (here and device == "cuda"):  # no others have products in 8 bits
-        return "transformer_engine layers"
+    if recipe.engine.fp8 is not None:
+        return "transformer_engine layers"  # the only ones that have it
+    if recipe.cluster.address is None and not are_shapes_alone():
+        if importlib.util.find_spec("transformer_engine") is None:
+            return "portable layers (TransformerEngine is not installed here)"
+        if device == "cuda":
+            return "transformer_engine layers"
     return "transformer_engine layers (portable on ranks without it or without a GPU)"
 
 

@@ -105,9 +105,11 @@ class Offload:
                 f"Offload while others need the devices: {', '.join(leaves) or 'nothing'}; needed with nothing away: {needs} GiB."
             )
             if lacking := self.lacking(total, shares):
+                asleep = "" if self._level else "rollout.sleep_level=auto, "
+                share = "memory_fraction" if self.moments[0].share else "sequences_per_rank"
                 said.append(
-                    f"By the memory formula {lacking / GIB:.1f} GiB are missing even so: {'rollout.sleep_level=auto, ' * (not self._level)}a smaller "
-                    f"rollout.{'memory_fraction' if self.moments[0].share else 'sequences_per_rank'}, or what quintet plan --gpu-gib names, needs less."
+                    f"By the memory formula {lacking / GIB:.1f} GiB are missing even so: {asleep}a smaller rollout.{share}, or what quintet plan "
+                    "--gpu-gib names, needs less."
                 )
         if one := self.training:
             word = "sleeps while others compute" if self.level(total) else "stays awake"
