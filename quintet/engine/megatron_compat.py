@@ -216,9 +216,9 @@ def _retarget_cuda_literals() -> None:
         distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups,
     ):
         _replace_constants(function)
-    # Tied embeddings over pipeline stages: `weight.data.cuda()` becomes `weight.data.cpu()`. (tests/oracle: pp2, tied)
+    # Tied embeddings over stages: `weight.data.cuda()` becomes `.contiguous()`, a meta tensor's too. (tests/oracle: pp2, tied; test_build_rank.py)
     setup: Any = LanguageModule.setup_embeddings_and_output_layer
-    names = tuple("cpu" if n == "cuda" else n for n in setup.__code__.co_names)
+    names = tuple("contiguous" if n == "cuda" else n for n in setup.__code__.co_names)
     setup.__code__ = setup.__code__.replace(co_names=names)
 
 

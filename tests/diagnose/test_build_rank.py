@@ -101,6 +101,13 @@ def test_a_recipe_in_8_bits(plan):
     assert "As planned, and as the shard map says." in said
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_embeddings_that_both_ends_of_a_pipeline_hold(plan, rank):
+    code, said = plan("Qwen2.5-0.5B-Instruct", "cluster.ranks=2", "layout.pp=2", "--build", rank)
+    assert code == 0, said
+    assert "As planned, and as the shard map says." in said
+
+
 SMALL = [
     "cluster.ranks=16",
     "layout.tp=2",
