@@ -153,13 +153,11 @@ def _score(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples) ->
 def _train(recipe: schema.Recipe, setup: Setup, card: Card, samples: Samples, on_host: int) -> PhaseTime:
     """Selective recompute is taken to cost nothing; frozen weights have no gradients. on_host: bytes of a rank's optimizer there.
     What is computed again, or beforehand to be counted, takes time and is no use."""
-    policy = _forward(setup.shape, samples)
-    forward = policy + _of_critic(recipe, setup, samples)
+    forward = _forward(setup.shape, samples) + _of_critic(recipe, setup, samples)
     flops = forward * (3 if recipe.lora is None else 2)
     steps = recipe.train.mini_batches_per_step
-    again = forward * (recipe.engine.recompute == "full")
-    if recipe.engine.aux_loss is not None and recipe.engine.aux_loss.per == "batch":
-        again += policy
+    counted = recipe.engine.aux_loss is not None and recipe.engine.aux_loss.per == "batch"
+    again = forward * ((recipe.engine.recompute == "full") + counted)
     seconds = _passes(recipe, setup, card, samples, flops + again, steps)
     # What is on the host is read and written.
     return PhaseTime(seconds + steps * 2 * on_host * ranks_of_node(recipe) / HOST_RATE, flops)

@@ -173,8 +173,9 @@ def test_layers_that_predict_ahead_are_trained_alone():
     assert 1.02 < one["train"].flops / other["train"].flops < 1.04
 
 
-def test_a_batch_whose_experts_are_counted_beforehand_takes_a_pass_more():
-    """Of three in updates, and no use: what is computed counts the same."""
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_batch_whose_experts_are_counted_beforehand_takes_a_pass_more(algorithm):
+    """Of three in updates, a critic's as well, and no use: what is computed counts the same."""
     times = []
     for words in (
         (),
@@ -185,6 +186,7 @@ def test_a_batch_whose_experts_are_counted_beforehand_takes_a_pass_more():
             str(RECIPES / "qwen3_235b_a22b_32_h20.yaml"),
             "engine.recompute=none",
             "optimizer.cpu_fraction=0",
+            f"algorithm.name={algorithm}",
             *words,
         )
         times.append(plan_seconds(recipe, shape, CARDS["H20"], samples_of(recipe, (200, 1960)))["train"])
