@@ -106,6 +106,8 @@ def _of_model(path: Path) -> _Source:
 
 
 def _read(path: Path) -> _Source:
+    if path.name == "config.json" and path.is_file():
+        return _of_model(path.parent)
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)  # of a longer one as much as tells that it is too long
@@ -134,8 +136,6 @@ def _read(path: Path) -> _Source:
         document.data = {}
     if not isinstance(document.data, dict):
         raise UserError(f"{path}: expected sections with keys, such as\n  model:\n    path: …")
-    if path.name == "config.json" and "architectures" in document.data:
-        return _of_model(path.parent)
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     return _Source(str(path), document.data, origins)
 

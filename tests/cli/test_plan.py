@@ -179,6 +179,21 @@ def test_a_directory_with_a_config_is_enough(tmp_path, capsys):
     assert " for each token, on 1 rank\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"architectures": ["Qwen2ForCausalLM"', "line 1: not valid JSON"),
+        ('{"model_type": "qwen2", "hidden_size": 64}', "architecture (none given) is not supported"),
+        ('{"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64}', "key num_attention_heads is missing"),
+    ],
+)
+def test_a_config_that_is_not_sound_is_told_as_a_models(tmp_path, capsys, text, said):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path / "config.json")]) == 2
+    assert f"model.path: {tmp_path / 'config.json'}" in (told := capsys.readouterr().err)
+    assert said in told
+
+
 def test_what_a_config_alone_says_of_8_bits_is_refused(tmp_path, capsys):
     """As `quintet check` refuses it, which has the weights."""
     config = json.loads((SHAPES / "Qwen3-8B" / "config.json").read_text())
