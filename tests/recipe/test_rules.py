@@ -550,6 +550,14 @@ def test_a_critic_of_a_path_has_what_the_recipe_asks_of_it(refuse, tmp_path: Pat
     again = ["engine.recompute=selective", "engine.recompute_modules=[moe_act]"]
     said = refuse("model.build.family=qwen3_moe", "algorithm.name=ppo", f"critic.path={critic}", *again)
     assert "of critic.path: engine.recompute_modules: moe_act is of" in said
+    narrow = write_model(
+        tmp_path / "narrow", QWEN3 | {"intermediate_size": 88, "max_position_embeddings": 8192}
+    )
+    said = refuse("algorithm.name=ppo", f"critic.path={narrow}", "engine.fp8=tensorwise", *ON_GPU, OWN)
+    assert (
+        "of critic.path: engine.fp8=tensorwise: feed-forward (down) would be 64 × 88 on a rank of critic.layout.tp=1"
+        in said
+    )
     said = refuse("algorithm.name=ppo", "critic.path=nowhere")
     assert "critic.path: nowhere/config.json does not exist: name a Hugging Face directory" in said
 

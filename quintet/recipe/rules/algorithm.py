@@ -12,6 +12,7 @@ from quintet.recipe.problem import Problem
 from quintet.recipe.rules.batches import samples_fit_a_microbatch as _FITS
 from quintet.recipe.rules.engine import recompute_modules_are_there as _AGAIN
 from quintet.recipe.rules.facts import RULES, Facts, rule
+from quintet.recipe.rules.fp8 import eight_bits_fit_the_matrices as _DIVIDE
 from quintet.recipe.schema import Critic, Reference
 
 _LAYOUT = re.compile(r"(?<![.\w])layout\.")
@@ -62,14 +63,15 @@ def roles_layouts_are_layouts(facts: Facts) -> Iterator[Problem]:
         alone = Facts(own, "sft", learned or shape)
         for one in RULES:
             of_layout = one.__module__.rpartition(".")[2] in ("layout", "experts")
-            of_model = one in (_FITS, _AGAIN)
+            of_model = one in (_FITS, _AGAIN, _DIVIDE)
             if not (of_layout or of_model or (learned and one.__name__ == "every_stage_trains")):
                 continue
             for problem in one(alone):
+                said = _LAYOUT.sub(f"{key}.", problem.message)
                 if of_model and shape is not facts.shape:
-                    yield Problem(f"of critic.path: {problem.message}")
+                    yield Problem(f"of critic.path: {said}")
                 elif any(name.startswith("layout.") for name in problem.keys):
-                    yield Problem(_LAYOUT.sub(f"{key}.", problem.message))
+                    yield Problem(said)
         dp = data_parallel(own)
         samples = recipe.train.prompts_per_step * recipe.rollout.samples_per_prompt
         mini = samples // recipe.train.mini_batches_per_step

@@ -40,30 +40,20 @@ def eight_bits_are_installed(facts: Facts) -> Iterator[Problem]:
 @rule
 def eight_bits_fit_the_matrices(facts: Facts) -> Iterator[Problem]:
     """On each rank the dims of a matrix in 8 bits are whole numbers of what its scales and kernels take."""
-    recipe, shape, fp8 = facts.recipe, facts.shape, facts.recipe.engine.fp8
+    layout, shape, fp8 = facts.recipe.layout, facts.shape, facts.recipe.engine.fp8
     if fp8 is None or shape is None:
         return
     multiple = MULTIPLE[fp8]
-    layouts = {
-        "layout": recipe.layout,
-        "reference.layout": recipe.reference.layout,
-        "critic.layout": recipe.critic.layout,
-    }
-    for section, layout in layouts.items():
-        if layout is None:
-            continue
-        for one in matrices(shape, layout):
-            if one.outputs % multiple or one.inputs % multiple:
-                ways = [f"use a smaller {section}.tp (of experts etp)"] * (
-                    max(layout.tp, layout.etp or 1) > 1
-                )
-                ways += ["set engine.fp8=tensorwise"] * (multiple > 16) + ["set engine.fp8=null"]
-                yield Problem(
-                    f"engine.fp8={fp8}: {one.name} would be {one.outputs} × {one.inputs} on a rank of {section}, and both have to be "
-                    f"multiples of {multiple}; {', or '.join(ways)}",
-                    f"{section}.tp",
-                )
-                break
+    for one in matrices(shape, layout):
+        if one.outputs % multiple or one.inputs % multiple:
+            ways = ["use a smaller layout.tp (of experts etp)"] * (max(layout.tp, layout.etp or 1) > 1)
+            ways += ["set engine.fp8=tensorwise"] * (multiple > 16) + ["set engine.fp8=null"]
+            yield Problem(
+                f"engine.fp8={fp8}: {one.name} would be {one.outputs} × {one.inputs} on a rank of layout.tp={layout.tp}, and both have to be "
+                f"multiples of {multiple}; {', or '.join(ways)}",
+                "layout.tp",
+            )
+            break
 
 
 @rule
