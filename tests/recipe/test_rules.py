@@ -550,6 +550,9 @@ def test_a_critic_of_a_path_has_what_the_recipe_asks_of_it(refuse, tmp_path: Pat
     again = ["engine.recompute=selective", "engine.recompute_modules=[moe_act]"]
     said = refuse("model.build.family=qwen3_moe", "algorithm.name=ppo", f"critic.path={critic}", *again)
     assert "of critic.path: engine.recompute_modules: moe_act is of" in said
+    frozen = ["model.build.family=qwen3_moe", "optimizer.frozen=['*.mlp.gate.weight']"]
+    said = refuse("algorithm.name=ppo", f"critic.path={critic}", *frozen)
+    assert "critic.optimizer.frozen: no weight in training matches '*.mlp.gate.weight'" in said
     narrow = write_model(
         tmp_path / "narrow", QWEN3 | {"intermediate_size": 88, "max_position_embeddings": 8192}
     )

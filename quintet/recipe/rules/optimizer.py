@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from quintet.errors import UserError
 from quintet.models import ModelShape, Weight, table_of
 from quintet.models.lora import adapter_weights
-from quintet.recipe.derived import optimizer_of, optimizers
+from quintet.recipe.derived import critic_shape, optimizer_of, optimizers
 from quintet.recipe.problem import Problem
 from quintet.recipe.rules.facts import Facts, rule
 from quintet.recipe.schema import Optimizer
@@ -26,13 +27,14 @@ def patterns_match(facts: Facts) -> Iterator[Problem]:
     sections.pop("critic.optimizer", None)
     yield from _unmatched(facts, facts.shape, sections)
     if facts.command == "train" and recipe.algorithm.name == "ppo":
-        of_critic = optimizer_of(recipe, "critic")
-        # Of another directory the engine says it.
-        if (of_critic.lr_multipliers or of_critic.frozen) and recipe.critic.path is None:
+        of_critic, shape = optimizer_of(recipe, "critic"), None
+        with suppress(UserError):  # another rule tells of a directory that cannot be read
+            shape = critic_shape(recipe, facts.shape)
+        if (of_critic.lr_multipliers or of_critic.frozen) and shape is not None:
             whose = (
                 "" if recipe.critic.optimizer else " (null takes those of optimizer; give the critic its own)"
             )
-            for one in _unmatched(facts, facts.shape.as_value_model(), {"critic.optimizer": of_critic}):
+            for one in _unmatched(facts, shape, {"critic.optimizer": of_critic}):
                 yield Problem(one.message + whose)
 
 
