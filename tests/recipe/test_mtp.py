@@ -57,6 +57,25 @@ def test_keys_of_training_are_not_read_by_layers_that_are_not_trained(refuse, ke
     assert f"mtp.{key} is not read with mtp.train=false" in said
 
 
+def test_patterns_are_of_layers_that_are_trained(load, refuse) -> None:
+    """Of those that are kept, an engine would say so only once it is there; the embedding beside them is trained, on its stage too."""
+    kept = [
+        *MIMO,
+        "mtp.init_layers=1",
+        "mtp.train=false",
+        "cluster.ranks=2",
+        "layout.pp=2",
+        "rollout.layout.tp=1",
+    ]
+    for key, pattern in (("frozen", "[model.mtp_layers.*]"), ("lr_multipliers", "{model.mtp_layers.*: 2}")):
+        assert "'model.mtp_layers.*'" in refuse(*kept, f"optimizer.{key}={pattern}")
+        load(*MIMO, "mtp.init_layers=1", f"optimizer.{key}={pattern}")
+    last = "'model.layers.[23].*', model.norm.weight, lm_head.weight"
+    load(*kept, f"optimizer.frozen=[{last}]")
+    said = refuse(*kept, f"optimizer.frozen=[{last}, model.embed_tokens.weight]")
+    assert "optimizer.frozen leaves pipeline stage 1 (of 0 to 1) no weight" in said
+
+
 def test_an_engine_that_may_not_know_their_weights_is_refused(refuse) -> None:
     said = refuse(*MIMO, "mtp.init_layers=1", "rollout.backend=sglang", "cluster.device=cuda")
     assert "rollout.backend=sglang with mtp" in said

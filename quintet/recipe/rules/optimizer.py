@@ -48,7 +48,7 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
             return
         weights = list(adapter_weights(weights, facts.lora))
     for weight in weights:
-        if weight.trained:  # the experts of a layer are one tensor, of which each rank holds a part
+        if _trains(facts, weight):  # the experts of a layer are one tensor, of which each rank holds a part
             tensors[_EXPERT.sub(".experts.", weight.name)] += weight.hf
     for section, optimizer in sections.items():
         try:
@@ -58,6 +58,12 @@ def _unmatched(facts: Facts, shape: ModelShape, sections: dict[str, Optimizer]) 
             check_lr_multipliers(left, optimizer.lr_multipliers, section)
         except UserError as error:
             yield Problem(str(error))
+
+
+def _trains(facts: Facts, weight: Weight) -> bool:
+    """Whether a weight is trained where no pattern names it: of layers for multi-token prediction with mtp.train alone."""
+    mtp = facts.recipe.mtp
+    return weight.trained and (not weight.name.startswith("mtp.") or (mtp is not None and mtp.train))
 
 
 @rule
@@ -73,14 +79,15 @@ def every_stage_trains(facts: Facts) -> Iterator[Problem]:
             continue
         training: set[int] = set()
         for weight in table_of(shape):
-            if not weight.trained or is_frozen(weight.hf[0], optimizer.frozen):
+            if not _trains(facts, weight) or is_frozen(weight.hf[0], optimizer.frozen):
                 continue
             if layer := _LAYER.match(weight.name):
                 training.add(stage_of[int(layer[1])])
             else:
                 embedding = weight.name.startswith("embedding.")
                 training |= {0} if embedding else {layout.pp - 1}
-                training |= {layout.pp - 1} if embedding and shape.tied_embeddings else set()
+                twice = embedding and (shape.tied_embeddings or shape.mtp_layers)
+                training |= {layout.pp - 1} if twice else set()
         idle = sorted({*stages} - training)
         if training and idle:
             yield Problem(
