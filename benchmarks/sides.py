@@ -93,8 +93,11 @@ class Side:
     def _tell(self, command: dict[str, Any]) -> None:
         for rank in self._ranks:
             assert rank.stdin is not None
-            rank.stdin.write(json.dumps(command) + "\n")
-            rank.stdin.flush()
+            try:
+                rank.stdin.write(json.dumps(command) + "\n")
+                rank.stdin.flush()
+            except BrokenPipeError:  # killed while the other side had its turn
+                self._fail("ended")
 
     def _fail(self, how: str) -> None:
         self.kill()

@@ -59,3 +59,12 @@ def test_the_log_of_a_rank_that_ends_or_is_silent_is_told() -> None:
         made.answer()
     with side("answers", "waits", timeout_s=1) as made, pytest.raises(SystemExit, match="was silent"):
         made.answer()
+
+
+def test_the_log_of_a_rank_that_was_killed_while_it_waited_is_told() -> None:
+    with side("answers") as made:
+        made.answer()
+        made._ranks[0].kill()
+        made._ranks[0].wait()
+        with pytest.raises(SystemExit, match=r"^some ended:\nnoise"):
+            made.ask(do="burst")
