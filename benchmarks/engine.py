@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.busy import busy
-from benchmarks.engine_recipe import OPTIONS, recipe_of
+from benchmarks.engine_recipe import OPTIONS, UNREAD, recipe_of
 from benchmarks.engine_work import (
     MICROBATCHES,
     MODELS,
@@ -368,13 +368,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--engine {key}: expected key=value")
         if key in OPTIONS:
             parser.error(f"--engine {key}: use {OPTIONS[key]}")
+        if key in UNREAD:
+            parser.error(f"--engine {key} changes nothing here: {UNREAD[key]}")
     backends = [] if args.worker else backends_of(args)
-    for setup in itertools.chain.from_iterable(setups_of(args, backend) for backend in backends):
-        try:
+    try:
+        for setup in itertools.chain.from_iterable(setups_of(args, backend) for backend in backends):
             with recipe_of(setup):
                 pass  # refused in a recipe's words is what a recipe that says the same is refused for
-        except UserError as error:
-            parser.error(str(error))
+    except UserError as error:
+        parser.error(str(error))
     return args
 
 

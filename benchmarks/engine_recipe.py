@@ -24,6 +24,14 @@ OPTIONS = {
     "recompute_modules": "--recompute-modules",
 }
 """Keys of a recipe's section engine that have an option of their own."""
+UNREAD = {
+    **dict.fromkeys(
+        ("offload_params", "offload_grads", "offload_optimizer"),
+        "nothing generates between its steps; python -m benchmarks.memory and benchmarks.handover measure offload",
+    ),
+    "replay_routes": "its rows come without routes; python -m benchmarks.routes measures replay",
+}
+"""Keys that no step of the benchmark reads, and why."""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.options import layout_name
+from quintet.errors import UserError
 from quintet.models import ModelShape, family_of
 from quintet.plan.cards import card_of
 from quintet.recipe import schema
@@ -298,12 +299,16 @@ class Setup:
 
 
 def parse_engine(keys: list[str]) -> dict[str, Any]:
-    """["a=true", "megatron.b=1"] → {"a": True, "megatron": {"b": 1}}; values as in a recipe."""
+    """["a=true", "megatron.b=1"] → {"a": True, "megatron": {"b": 1}}; values as in a recipe. Raises UserError for what is none."""
     out: dict[str, Any] = {}
     for one in keys:
         key, _, value = one.partition("=")
         name, dot, field_name = key.partition(".")
         section, name = (out.setdefault(name, {}), field_name) if dot else (out, name)
+        if not isinstance(section, dict):
+            raise UserError(
+                f"--engine {one}: before it, --engine says of {key.partition('.')[0]} that it is {section}"
+            )
         section[name] = read_yaml(value, one).data
     return out
 

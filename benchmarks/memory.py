@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.engine_work import MODELS
-from benchmarks.options import parse_layout, positive_int
+from benchmarks.options import layout_name, parse_layout, positive_int
 from benchmarks.records import RESULTS, merged, record, write_records
 from benchmarks.timing import timed
 from quintet.data.batch import make_batch
@@ -153,7 +153,7 @@ def main() -> None:
 
 def _setup(args: argparse.Namespace, recompute: str) -> tuple[Setup, list[int]]:
     model = MODELS[args.model]
-    layout = schema.Layout(**parse_layout(args.layout))
+    layout = schema.Layout(**args.layout)
     tokens = args.tokens or model.tokens
     lengths = model.lengths.row(tokens * layout.cp, random.Random(0))
     backend = choose_backend(BACKENDS[args.backend])
@@ -178,9 +178,7 @@ def _setup(args: argparse.Namespace, recompute: str) -> tuple[Setup, list[int]]:
 def _case(args: argparse.Namespace, setup: Setup, recompute: str) -> str:
     parts = [args.model, {"transformer_engine": "te"}.get(setup.backend, setup.backend)]
     if args.layout or setup.ranks > 1:
-        parts.append(
-            "-".join([f"gpus{setup.ranks}", *args.layout.replace("=true", "").replace("=", "").split(",")])
-        )
+        parts.append("-".join(filter(None, [f"gpus{setup.ranks}", layout_name(args.layout)])))
     if args.cpu_fraction:
         parts.append(f"cpu{args.cpu_fraction:g}")
     return "/".join([*parts, f"{setup.tokens}-tokens", f"recompute-{recompute}"])
@@ -210,7 +208,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-1.5b")
     parser.add_argument("--backend", choices=list(BACKENDS), default="auto")
     parser.add_argument("--recompute", choices=RECOMPUTE, nargs="+", default=list(RECOMPUTE))
-    parser.add_argument("--layout", default="", help="such as tp=2,sp=true; the rest is dp")
+    parser.add_argument(
+        "--layout", type=parse_layout, default={}, help="such as tp=2,sp=true; the rest is dp"
+    )
     parser.add_argument(
         "--tokens", type=positive_int, help="of the micro-batch on a rank; the model's own unless given"
     )

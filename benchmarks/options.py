@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+AXES = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp")
+
 
 def positive_int(text: str) -> int:
     """A whole number of at least 1."""
@@ -24,6 +26,10 @@ def parse_layout(text: str) -> dict[str, int | bool]:
     out: dict[str, int | bool] = {}
     for item in filter(None, text.split(",")):
         key, _, value = (part.strip() for part in item.partition("="))
+        if key not in AXES:
+            raise argparse.ArgumentTypeError(f"there is no axis {key}; there are {', '.join(AXES)}")
+        if key == "sp" and value.lower() not in ("true", "false"):
+            raise argparse.ArgumentTypeError(f"sp={value}: expected true or false")
         out[key] = value.lower() == "true" if key == "sp" else positive_int(value)
     return out
 
