@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from benchmarks.engine_work import (
     peak_flops,
     setup_of,
 )
-from benchmarks.options import need_gpus, parse_layout, positive_int
+from benchmarks.options import end_at_sigterm, need_gpus, parse_layout, positive_int
 from benchmarks.records import RESULTS, device_name, merged, record, write_records
 from benchmarks.sides import Side, answer_stream
 from quintet.errors import UserError
@@ -427,7 +426,7 @@ def main() -> None:
         return
     if args.shape not in TINY:
         need_gpus(args.gpus, "--shape tiny")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process of it stays behind
+    end_at_sigterm()
     names = [args.only] if args.only else list(SIDES)
     for backend in backends_of(args):
         setups = setups_of(args, backend)

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import positive_int
+from benchmarks.options import end_at_sigterm, positive_int
 from benchmarks.records import ROOT
 
 SAVED_EVERY = 5
@@ -48,7 +48,7 @@ def command(args: argparse.Namespace, runs: Path) -> list[str]:
 
 def killed_after(words: list[str], runs: Path, steps: int, limit_s: float) -> None:
     """Start the run and kill it and all it started once so many steps are told."""
-    process = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(words, cwd=ROOT)
     until = time.monotonic() + limit_s
     try:
         while len(steps_of(runs)) < steps:
@@ -126,6 +126,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run, kill, resume and judge."""
     args = arguments(argv)
+    end_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="quintet-gpu-steps-") as directory:
         runs = Path(directory)
         words = command(args, runs)

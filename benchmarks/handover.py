@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps import steps_of
-from benchmarks.options import positive_int
+from benchmarks.options import end_at_sigterm, positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 
 FILE = RESULTS / "handover.json"
@@ -132,6 +132,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Run the recipe, print what it came to, and keep the records."""
     args = arguments(argv)
+    end_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="quintet-handover-") as directory:
         runs = Path(directory)
         command = [sys.executable, "-m", "quintet", "train", *words_of(args, runs)]

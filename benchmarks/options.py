@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +42,11 @@ def layout_name(layout: Mapping[str, Any]) -> str:
         key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in layout.items()
     }
     return "-".join(key if value is True else f"{key}{value}" for key, value in told.items() if value)
+
+
+def end_at_sigterm() -> None:
+    """Have SIGTERM end this process as an error does, and so what it has started: by itself Python leaves that behind, on the GPUs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def need_gpus(wanted: int, otherwise: str) -> None:

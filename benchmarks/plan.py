@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps import killed, steps_of
-from benchmarks.options import positive_int
+from benchmarks.options import end_at_sigterm, positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.step import work_of, write_inputs
@@ -147,7 +146,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # and with it what it started
+    end_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="quintet-plan-") as directory:
         words = words_of(args, Path(directory))
         device, device_bytes = _device(args)

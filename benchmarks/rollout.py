@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -33,7 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import need_gpus, positive_int
+from benchmarks.options import end_at_sigterm, need_gpus, positive_int
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
@@ -399,7 +398,7 @@ def main() -> None:
     if args.shape != ON_CPU and not args.shape.startswith("tiny"):
         need_gpus(args.gpus, f"--shape {ON_CPU}")
     sides: list[str] = args.only or ["native", "vllm"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the sides with it
+    end_at_sigterm()
     if args.call_by_call:
         by_case = [pairs for _, pairs in in_turns(args, sides, args.rounds)]
         calls = {

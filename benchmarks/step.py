@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import need_gpus, positive_int
+from benchmarks.options import end_at_sigterm, need_gpus, positive_int
 from benchmarks.records import RESULTS, ROOT, commit, merged, record, versions, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 
@@ -253,6 +253,7 @@ def main(argv: list[str] | None = None) -> None:
         found = quintet(args, args.worker.parent / "model", json.loads(args.worker.read_text()))
         args.worker.with_suffix(".answer").write_text(json.dumps(found))
         return
+    end_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="quintet-step-") as temporary:
         config = CONFIGS[args.shape]
         config = config | {"num_hidden_layers": args.layers or config["num_hidden_layers"]}
