@@ -178,14 +178,14 @@ def _in_own_layout(
 
 
 def _recipe_of(recipe: Recipe, weights: Weights) -> Recipe:
-    """The recipe with these weights for its model."""
+    """The recipe with these weights for its model. A rollout that dies ends it: what it was asked to score nobody asks again."""
     own = recipe.model_copy(deep=True)
     own.model.build, own.model.path = None, weights.model
     if weights.merged:
         own.lora = None
     if own.mtp is not None:
         own.mtp.init_layers = None  # the model has them
-    own.train.eval_prompts, own.checkpoint.every_steps = 0, 0
+    own.train.eval_prompts, own.checkpoint.every_steps, own.rollout.restart = 0, 0, False
     return own
 
 

@@ -12,7 +12,7 @@ from quintet.cli import main
 from quintet.controller.messages import TrainedTokens
 from quintet.controller.replay import pack, replay_file, replay_of
 from quintet.diagnose.find_weights import Weights, find_weights
-from quintet.diagnose.mismatch import diagnose
+from quintet.diagnose.mismatch import _recipe_of, diagnose
 from quintet.errors import UserError
 from quintet.recipe.loader import dump_resolved
 from quintet.recipe.schema import BuildModel, Data, Model, Recipe, Reward, Sft
@@ -30,6 +30,15 @@ def directory(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").touch()
     return path
+
+
+def test_a_rollout_that_dies_is_not_started_anew() -> None:
+    """What it was asked to score would be missing; the run's own recipe stays as it is."""
+    run = RECIPE.model_copy(deep=True)
+    run.rollout.restart = True
+    weights = Weights(0, Path("model"), Path("model"))
+    assert not _recipe_of(run, weights).rollout.restart
+    assert run.rollout.restart
 
 
 def test_weights_are_found_where_they_are(tmp_path: Path) -> None:
