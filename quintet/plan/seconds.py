@@ -222,8 +222,8 @@ def _cache_of_token(recipe: schema.Recipe, setup: Setup, placement: RolloutPlace
 def _met(shape: ModelShape, sequences: float) -> float:
     """Weights that at least one of the sequences meets in a step, each with experts of its own choice; of the embedding hardly any."""
     embedding = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
-    if shape.moe is None:
+    if (moe := shape.moe) is None or moe.experts == moe.top_k:
         return shape.parameter_count - embedding
-    each = (shape.parameter_count - shape.active_parameter_count) / (shape.moe.experts - shape.moe.top_k)
-    met = shape.moe.experts * (1 - (1 - shape.moe.top_k / shape.moe.experts) ** sequences)
-    return shape.parameter_count - embedding - each * (shape.moe.experts - met)
+    each = (shape.parameter_count - shape.active_parameter_count) / (moe.experts - moe.top_k)
+    met = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** sequences)
+    return shape.parameter_count - embedding - each * (moe.experts - met)

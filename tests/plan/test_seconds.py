@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,8 @@ def test_experts_that_a_step_meets():
     embedding = shape.vocab_size * shape.hidden_size
     assert seconds._met(shape, 1) == pytest.approx(shape.active_parameter_count - embedding)
     assert seconds._met(shape, 1000) == pytest.approx(shape.parameter_count - embedding)
+    everywhere = replace(shape, moe=replace(shape.moe, top_k=shape.moe.experts))
+    assert seconds._met(everywhere, 1) == everywhere.parameter_count - embedding
 
 
 def test_the_slowest_stage():
