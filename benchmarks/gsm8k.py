@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.options import user_errors_told
 from benchmarks.paired import Gain, paired_bootstrap
 from benchmarks.records import ROOT, check, record
 
@@ -360,6 +361,7 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
+@user_errors_told()
 def main(argv: list[str] | None = None) -> int:
     """Run all of it, print what it came to, and judge."""
     args = arguments(argv)

@@ -6,8 +6,11 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from quintet.errors import UserError
 
 AXES = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -47,6 +50,15 @@ def layout_name(layout: Mapping[str, Any]) -> str:
 def end_at_sigterm() -> None:
     """Have SIGTERM end this process as an error does, and so what it has started: by itself Python leaves that behind, on the GPUs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+@contextmanager
+def user_errors_told() -> Iterator[None]:
+    """Tell what is wrong with what was asked for as quintet does, without a traceback."""
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def need_gpus(wanted: int, otherwise: str) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps import killed, steps_of
-from benchmarks.options import end_at_sigterm, positive_int
+from benchmarks.options import end_at_sigterm, positive_int, user_errors_told
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.step import work_of, write_inputs
@@ -144,6 +144,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+@user_errors_told()
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     end_at_sigterm()

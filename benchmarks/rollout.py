@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import end_at_sigterm, need_gpus, positive_int
+from benchmarks.options import end_at_sigterm, need_gpus, positive_int, user_errors_told
 from benchmarks.records import RESULTS, ROOT, merged, record, write_records
 from benchmarks.rollout_work import CONFIGS, Case, cases_of
 from benchmarks.sides import Side, answer_stream
@@ -386,6 +386,7 @@ def _column(found: dict[str, list[list[tuple[float, float]]]], at: int) -> dict[
     return {side: [[one[at] for one in rounds] for rounds in cases] for side, cases in found.items()}
 
 
+@user_errors_told()
 def main() -> None:
     """Run the sides one after the other, print what came out, and write the records."""
     args = arguments()

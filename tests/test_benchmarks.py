@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import plan, proof
+from benchmarks import gsm8k, plan, proof
 from benchmarks.engine import arguments as engine_arguments
 from benchmarks.engine import fitted
 from benchmarks.engine_recipe import as_options
@@ -460,6 +460,13 @@ def test_what_a_machine_cannot_do_is_said_before_anything_starts(monkeypatch: py
     for layout in ({"tp": 3}, {"ep": 8}, {"tp": 2, "pp": 2, "cp": 2}):
         with pytest.raises(SystemExit, match="have to divide --gpus 4"):
             need_whole(layout, 4)
+
+
+@pytest.mark.parametrize("measured", [gsm8k, plan])
+def test_a_key_that_no_recipe_has_is_told_without_a_traceback(measured: Any, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "end_at_sigterm", lambda: None)  # of the tests' own process
+    with pytest.raises(SystemExit, match=r'error: override "foo.bar=1": unknown key foo.bar'):
+        measured.main(["--tiny", "foo.bar=1"])
 
 
 @pytest.mark.nightly
