@@ -129,7 +129,7 @@ def make_prompts(texts: Sequence[str | Messages], data: Data, tokenizer: Tokeniz
     if data.long_prompts == "drop":
         data = data.model_copy(update={"long_prompts": "error"})
     drafts = [
-        _Draft(source, _given(source, "messages", text, data), "", None)
+        _Draft(source, _given(source, "it", text, data), "", None)
         for source, text in ((f"prompt {i}", text) for i, text in enumerate(texts, start=1))
     ]
     return _tokenize(drafts, data, tokenizer, "the prompts given")
@@ -222,20 +222,19 @@ def _task_drafts(data: Data, which: Literal["train", "eval"], seed: int) -> list
 
 
 def _draft(row: FileRow, data: Data, needs: Collection[str], columns: _Columns) -> _Draft:
-    prompt = _given(row.source, columns.prompt, _column(row, columns.prompt, columns.prompt_from), data)
+    given = _column(row, columns.prompt, columns.prompt_from)
+    prompt = _given(row.source, f"column {columns.prompt!r}", given, data)
     answer = _text(row, columns.answer, columns.answer_from, "answer" in needs and columns.answer != "")
     response = _text(row, data.response_key, "data.response_key", "response" in needs)
     return _Draft(row.source, prompt, answer or "", response, row.columns)
 
 
-def _given(source: str, key: str, prompt: Any, data: Data) -> Messages | str:
-    """A prompt as it was given in a column, text or messages, as it is rendered."""
+def _given(source: str, what: str, prompt: Any, data: Data) -> Messages | str:
+    """A prompt as it was given, text or messages, as it is rendered. what: the column that it is in, as messages name it."""
     if isinstance(prompt, list):
-        return _check_messages(source, key, prompt, data)
+        return _check_messages(source, what, prompt, data)
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(
-            f"{source}: column {key!r} must be text or a list of chat messages, got {_shown(prompt)}"
-        )
+        raise UserError(f"{source}: {what} must be text or a list of chat messages, got {_shown(prompt)}")
     return _as_given(prompt, data)
 
 
@@ -282,19 +281,17 @@ def _as_given(text: str, data: Data) -> Messages | str:
     return [*system, {"role": "user", "content": text}]
 
 
-def _check_messages(source: str, key: str, messages: list[Any], data: Data) -> Messages:
+def _check_messages(source: str, what: str, messages: list[Any], data: Data) -> Messages:
     wanted = '[{"role": "user", "content": "text"}, …]'
     if not data.chat:
-        raise UserError(f"{source}: column {key!r} is a list of messages, which needs data.chat=true")
+        raise UserError(f"{source}: {what} is a list of messages, which needs data.chat=true")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not all(
             isinstance(message.get(k), str) for k in ("role", "content")
         ):
-            raise UserError(
-                f"{source}: message {i} of column {key!r} is {_shown(message)}; expected {wanted}"
-            )
+            raise UserError(f"{source}: message {i} of {what} is {_shown(message)}; expected {wanted}")
     if not messages or messages[-1]["role"] == "assistant":
-        raise UserError(f"{source}: column {key!r} must end in a message to respond to; expected {wanted}")
+        raise UserError(f"{source}: {what} must end in a message to respond to; expected {wanted}")
     if data.system_prompt is None:
         return messages
     if messages[0]["role"] == "system":

@@ -235,6 +235,8 @@ def test_long_prompts_are_refused_dropped_or_cut_and_counted(tmp_path: Path, tok
         UserError, match="prompt 2: the prompt has 6 tokens"
     ):  # nobody's own prompt disappears
         make_prompts(["short", "longer"], data, tokenizer)
+    with pytest.raises(UserError, match="prompt 2: it must be text or a list of chat messages, got ''"):
+        make_prompts(["short", ""], data, tokenizer)
 
 
 @pytest.mark.parametrize(
