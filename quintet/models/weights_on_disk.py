@@ -71,16 +71,16 @@ def fingerprint(weights: WeightsOnDisk, nbytes: int = 4096) -> str:
     return digest.hexdigest()
 
 
-def find_weights(path: Path) -> WeightsOnDisk:
-    """Return the tensors of a Hugging Face directory. Files that its index does not name are not looked at.
+def find_weights(path: Path, alone: str = "model.safetensors") -> WeightsOnDisk:
+    """Return the tensors of a Hugging Face directory. Files that its index does not name are not looked at. alone: the file without one.
 
     Raises UserError when there are no weights, when a file is not whole, and when the index and the files disagree.
     """
     path = Path(path)
-    index, single = path / INDEX, path / "model.safetensors"
+    index, single = path / INDEX, path / alone
     if not index.is_file():
         if not single.is_file():
-            raise UserError(f"{path}: neither model.safetensors nor model.safetensors.index.json is there")
+            raise UserError(f"{path}: neither {alone} nor {INDEX} is there")
         header = read_header(single)
         found = {n: Located(single, e) for n, e in header.tensors.items()}
         return WeightsOnDisk(path, _with_scales(found), {single: header})

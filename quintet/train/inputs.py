@@ -30,6 +30,7 @@ from quintet.data.tokenizer import (
 )
 from quintet.errors import UserError
 from quintet.models import ModelShape, check_weights, read_end_ids, trained_shape
+from quintet.models.peft import WEIGHTS
 from quintet.models.weights_on_disk import find_weights, fingerprint
 from quintet.recipe import schema
 from quintet.recipe.capacity import overflow
@@ -74,7 +75,7 @@ class Inputs:
     """What a user should know of the recipe and its data."""
 
     weights: str | None = None
-    """Fingerprint of the model's weights, where every start of a run needs the same ones: for the reference policy."""
+    """Fingerprint of the model's weights and of lora.path's, where every start of a run needs the same ones: for the reference policy."""
 
 
 def prepare(
@@ -116,6 +117,8 @@ def prepare(
     _read_data(inputs, recipe, command, starts)
     if starts and command == "train" and recipe.algorithm.kl_coef > 0 and recipe.sft is None:
         inputs.weights = fingerprint(find_weights(inputs.model_dir))
+        if recipe.lora is not None and recipe.lora.path is not None:
+            inputs.weights += fingerprint(find_weights(recipe.lora.path, WEIGHTS))
         _check_reference(inputs, resume)
     if resume is not None and resume.checkpoint is not None:
         prompts = inputs.sft if resume.checkpoint.manifest.stage == "sft" else inputs.train
@@ -241,14 +244,13 @@ def _check_critic(path: Path, policy: ModelShape) -> None:
 
 
 def _check_reference(inputs: Inputs, resume: Resume | None) -> None:
-    """A run without a warm-up reads its reference policy from model.path at every start."""
-    saved = (
-        resume.checkpoint.manifest.weights if resume is not None and resume.checkpoint is not None else None
-    )
-    if saved is not None and saved != inputs.weights:
+    """A run without a warm-up reads its reference policy from model.path, and lora.path, at every start."""
+    found = resume and resume.checkpoint
+    # A checkpoint of before says nothing of the adapters.
+    if found and not (inputs.weights or "").startswith(found.manifest.weights or ""):
         raise UserError(
-            f"model.path: the weights in {inputs.model_dir} are others than when the run began, and algorithm.kl_coef needs "
-            "those as the reference policy; put them back, or begin a new run (resume=null)"
+            f"model.path: the weights in {inputs.model_dir}, or the adapters in lora.path, are others than when the run began, and "
+            "algorithm.kl_coef needs those as the reference policy; put them back, or begin a new run (resume=null)"
         )
 
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from quintet.data.tokenizer import build_char_tokenizer
 from quintet.errors import UserError
@@ -152,3 +154,30 @@ def test_rows_need_answers_only_where_the_reward_reads_them(model: Path, tmp_pat
     for name in ("exact_match", f"{file}:reads"):
         with pytest.raises(UserError, match=r"rows\.jsonl:1: no column 'answer'"):
             prepare(recipe(model, data=data, reward={"function": name}), "train", tmp_path)
+
+
+def test_adapters_to_start_from_are_part_of_the_reference_policy(model: Path, tmp_path: Path) -> None:
+    """A run without a warm-up reads it at every start: other adapters would be another one, without a word."""
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.parent.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"]}
+    (file.parent / "adapter_config.json").write_text(json.dumps(config))
+    asked = recipe(model, algorithm={"kl_coef": 0.01}, lora={"path": file.parent})
+
+    def weights(value: float) -> str:
+        sizes = {"A": (2, QWEN3["hidden_size"]), "B": (QWEN3["hidden_size"], 2)}
+        names = [
+            f"base_model.model.model.layers.{n}.self_attn.o_proj" for n in range(QWEN3["num_hidden_layers"])
+        ]
+        tensors = {
+            f"{name}.lora_{x}.weight": torch.full(size, value) for name in names for x, size in sizes.items()
+        }
+        save_file(tensors, file)
+        return prepare(asked, "train", tmp_path).weights or ""
+
+    alone = prepare(recipe(model, algorithm={"kl_coef": 0.01}), "train", tmp_path).weights
+    assert alone is not None
+    one, other = weights(1.0), weights(2.0)
+    assert one != other
+    assert one.startswith(alone)  # as checkpoints of before have it
+    assert other.startswith(alone)
