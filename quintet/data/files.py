@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -75,13 +76,16 @@ def _from_csv(path: Path) -> Iterator[FileRow]:
     """Rows under the header that the first line is; a field in quotes may span lines."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            csv.field_size_limit(sys.maxsize)  # of 128 KiB: a long prompt is no mistake
             reader = csv.DictReader(file, strict=True)
-            before = 1
+            names, before = reader.fieldnames or (), 1
+            if twice := [name for at, name in enumerate(names) if name and name in names[:at]]:
+                raise UserError(f"{path}:1: the header names {twice[0]!r} twice; a row keeps one of the two")
             for row in reader:
                 where, before = f"{path}:{before + 1}", reader.line_num
                 if None in row or None in row.values():
                     raise UserError(
-                        f"{where}: not as many fields as the header has ({', '.join(reader.fieldnames or ())}); text with commas "
+                        f"{where}: not as many fields as the header has ({', '.join(names)}); text with commas "
                         "stands in double quotes"
                     )
                 yield FileRow(where, dict(row))
@@ -92,14 +96,13 @@ def _from_csv(path: Path) -> Iterator[FileRow]:
 
 
 def _from_parquet(path: Path) -> Iterator[FileRow]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except Exception as error:  # also of a value that Python has nothing for, such as text that is no UTF-8
         raise UserError(f"{path}: not a readable parquet file ({error})") from error
-    yield from _from_dataset(table.to_pylist(), str(path))
+    yield from _from_dataset(rows, str(path))
 
 
 _READERS = {".jsonl": from_jsonl, ".parquet": _from_parquet, ".csv": _from_csv}

@@ -233,7 +233,8 @@ def _given(source: str, what: str, prompt: Any, data: Data) -> Messages | str:
     """A prompt as it was given, text or messages, as it is rendered. what: the column that it is in, as messages name it."""
     if isinstance(prompt, list):
         return _check_messages(source, what, prompt, data)
-    if not isinstance(prompt, str) or not prompt:
+    # An argument that is no UTF-8 holds halves of surrogate pairs, which no tokenizer takes.
+    if not isinstance(prompt, str) or not prompt or prompt.encode(errors="ignore").decode() != prompt:
         raise UserError(f"{source}: {what} must be text or a list of chat messages, got {_shown(prompt)}")
     return _as_given(prompt, data)
 
@@ -266,7 +267,7 @@ def _column(row: FileRow, key: str, recipe_key: str) -> Any:
 
 def _text(row: FileRow, key: str, recipe_key: str, needed: bool) -> str | None:
     value = _column(row, key, recipe_key) if needed else row.columns.get(key)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:  # NaN
         if needed:
             raise UserError(f"{row.source}: column {key!r} must be text or a number, got {_shown(value)}")
         return None

@@ -237,6 +237,32 @@ def test_long_prompts_are_refused_dropped_or_cut_and_counted(tmp_path: Path, tok
         make_prompts(["short", "longer"], data, tokenizer)
     with pytest.raises(UserError, match="prompt 2: it must be text or a list of chat messages, got ''"):
         make_prompts(["short", ""], data, tokenizer)
+    with pytest.raises(
+        UserError, match=r"prompt 1: it must be text or a list of chat messages, got 'a\\udcff'"
+    ):
+        make_prompts(["a\udcff"], data, tokenizer)  # what Python makes of an argument that is no UTF-8
+
+
+def test_a_csv_takes_a_long_prompt_and_columns_without_a_name(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,answer,,\n{'x' * 200_000},1,,\n")
+    assert len(load(tmp_path / "a.csv", tokenizer, max_prompt_tokens=200_100)[0].text) >= 200_000
+
+
+def test_parquet_with_a_value_that_python_has_nothing_for_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    no_text = pyarrow.array([b"\xff"]).view(pyarrow.utf8())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "answer": no_text}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file .*decode byte 0xff"):
+        load(tmp_path / "a.parquet", tokenizer)
+
+
+def test_an_answer_that_is_no_number_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    rows = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": float("nan")}])  # as pandas leaves a gap
+    with pytest.raises(UserError, match=r"a\.jsonl:1: column 'answer' must be text or a number, got nan"):
+        load(rows, tokenizer)
+    assert load(rows, tokenizer, needs=())[0].answer == ""
 
 
 @pytest.mark.parametrize(
@@ -248,6 +274,7 @@ def test_long_prompts_are_refused_dropped_or_cut_and_counted(tmp_path: Path, tok
         ),
         ('prompt,answer\n"a\nb",1\nc\n', r"a\.csv:4: not as many fields"),
         ('prompt,answer\n"a"b,2\n', r"a\.csv:2: not valid csv"),
+        ("prompt,answer,prompt\na,1,b\n", r"a\.csv:1: the header names 'prompt' twice"),
         ("prompt,answer\n", "is empty"),
     ],
 )
