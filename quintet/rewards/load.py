@@ -35,7 +35,9 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "length": verifiers.length,
     **{name: task.verify for name, task in TASKS.items()},
 }
-_EXPECTED = 'a finite number, or a dict with "reward", if it can be told "correct" (True or False), and further numbers to log'
+_LARGEST = 1e18
+"""Advantages are of squares in fp32."""
+_EXPECTED = 'a number, finite and below 1e18, or a dict with "reward", if it can be told "correct" (True or False), and further numbers to log'
 
 
 class RewardFailure(UserError):
@@ -116,7 +118,7 @@ def _number(name: Any, value: Any) -> float:
     if not isinstance(value, str | bytes | type(None)):
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             number = float(value)
-    if math.isfinite(number):
+    if abs(number) < _LARGEST:
         return number
     what = f"{value!r:.80}" if name == "reward" else f"{value!r:.80} as {name!r}"
     hints: dict[Any, str] = {

@@ -126,8 +126,8 @@ def test_bad_file(tmp_path: Path, body: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("None", "returned None; expected a finite number"),
-        ("'1.0'", "returned '1.0'; expected a finite number"),
+        ("None", "returned None; expected a number, finite and below 1e18"),
+        ("'1.0'", "returned '1.0'; expected a number"),
         ("float('nan')", "returned nan"),
         ("float('inf')", "returned inf"),
         ("[1, 2]", r"returned \[1, 2\]"),
@@ -137,6 +137,8 @@ def test_bad_file(tmp_path: Path, body: str, message: str) -> None:
         ("{'reward': 1, 'correct': 0.5}", 'returned 0.5 as "correct"; expected True or False'),
         ("{'reward': 1, 'mean': 2}", "returned a number called 'mean'.*name it otherwise"),
         ("10 ** 400", "returned 1000"),
+        ("1e18", r"returned 1e\+18; expected a number, finite and below 1e18"),  # squares overflow fp32
+        ("{'reward': 1, 'size': -1e308}", r"returned -1e\+308 as 'size'"),
         ("1 / 0", "raised ZeroDivisionError"),
         ("p.nothing", "raised AttributeError.*"),
     ],

@@ -138,7 +138,7 @@ def test_the_first_group_is_scored_before_the_last_is_submitted(make: Make) -> N
     ("response", "said"),
     [
         ("raise", r"reward \S+/mine\.py:reward \(\S+:\d+\) raised ValueError: no good\n  prompt:   'my prompt'"),
-        ("nan", r"returned nan; expected a finite number"),
+        ("nan", r"returned nan; expected a number"),
         ("kill", r"lost its process, killed by SIGKILL \(as for want of memory\); it printed nothing"),
         ("_exit", r"ended its process with code 7; it printed nothing"),
         ("exit", r"raised SystemExit: 3"),
