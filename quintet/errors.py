@@ -33,12 +33,16 @@ class UserError(QuintetError):
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
+def reading(file: Path, how: str = "read") -> Iterator[None]:
     """Raise UserError naming a file that is read within the block for what the system has against that."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+        raise UserError(f"{file} cannot be {how}: {error.strerror}") from None
+
+
+writing = partial(reading, how="written")
+"""As `reading`, of a file that is written."""
 
 
 class DamagedCheckpoint(UserError):

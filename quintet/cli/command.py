@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quintet.errors import UserError
@@ -25,6 +27,18 @@ def positive(text: str) -> float:
         if 0 < (number := float(text)) <= 10**6:
             return number
     raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most {10**6:,}; write no unit")
+
+
+def output_file(option: str, name: str | None) -> Path | None:
+    """Return the file that an option names, if it does. Raises UserError where it cannot be written, before there is what to write."""
+    if not name:
+        return None
+    file = Path(name)
+    if not file.parent.is_dir():
+        raise UserError(f"{option}: there is no directory {file.parent}")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{option}: {file} is a directory, or may not be written")
+    return file
 
 
 def to_train(arguments: argparse.Namespace, command: Literal["train", "sft"]) -> Recipe | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from quintet.cli.command import Command
-from quintet.errors import UserError
+from quintet.cli.command import Command, output_file
+from quintet.errors import writing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -15,10 +14,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quintet.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="eval")
-    output, samples = (Path(name) if name else None for name in (arguments.output, arguments.samples))
-    for option, file in (("--output", output), ("--samples", samples)):
-        if file is not None and not file.parent.is_dir():
-            raise UserError(f"{option}: there is no directory {file.parent}")
+    output, samples = (output_file(f"--{one}", getattr(arguments, one)) for one in ("output", "samples"))
     from quintet.train.generate import evaluate
 
     results = evaluate(recipe, samples)
@@ -26,7 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in results.items():
         print(f"{name:<{width}}  {value:.4f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
     if output is not None:
-        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        with writing(output):
+            output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quintet.cli.command import Command
+from quintet.cli.command import Command, output_file
 from quintet.data.files import FileRow, from_jsonl
-from quintet.errors import UserError
+from quintet.errors import UserError, writing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -19,15 +19,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides, command="generate")
     prompts = _prompts(arguments, recipe.data.prompt_key)
-    output = Path(arguments.output) if arguments.output else None
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"--output: there is no directory {output.parent}")
+    output = output_file("--output", arguments.output)
     from quintet.train.generate import generate
 
     samples = generate(recipe, prompts)
     lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     if output is not None:
-        output.write_text(lines, encoding="utf-8")
+        with writing(output):
+            output.write_text(lines, encoding="utf-8")
         print(f"{len(samples)} samples of {len(prompts)} prompts written to {output}")
     elif sys.stdout.isatty():
         print("\n\n".join(_readable(sample) for sample in samples))
@@ -52,7 +51,7 @@ def _read(name: str, prompt_key: str) -> list[str]:
             prompts = [_of_row(row, prompt_key) for row in from_jsonl(Path(name))]
         else:
             text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-            prompts = [line for line in text.split("\n") if line.strip()]
+            prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     except OSError as error:
         raise UserError(f"--prompts {name}: {error.strerror} (looked in {Path.cwd()})") from None
     except UnicodeDecodeError:

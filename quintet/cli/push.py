@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from quintet.cli.command import Command
-from quintet.errors import UserError
+from quintet.errors import UserError, writing
 
 CARD = "model_card.md"
 
@@ -23,7 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.repo} can be no model on the hub: {error}") from None
     files = _files(arguments.run)
     card = arguments.run / CARD
-    card.write_text(model_card(arguments.run), encoding="utf-8")
+    with writing(card):
+        card.write_text(model_card(arguments.run), encoding="utf-8")
     files["README.md"] = card
     if not arguments.dry_run:
         print(_upload(arguments.repo, arguments.private, files, arguments.run.resolve().name))

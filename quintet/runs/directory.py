@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quintet.errors import UserError
+from quintet.errors import UserError, writing
 from quintet.install import DISTRIBUTION
 from quintet.recipe.loader import dump_resolved
 from quintet.recipe.schema import Recipe
@@ -101,12 +101,8 @@ class RunDirectory:
         else:
             raise UserError(f"run.dir: {recipe.run.dir} already holds a thousand runs named {name}")
         directory = cls(path, RunLock(path / LOCK))
-        try:
+        with writing(path):
             directory._describe(recipe)
-        except OSError as error:
-            raise UserError(
-                f"run.dir: {error.filename or path} cannot be written: {error.strerror}"
-            ) from None
         return directory
 
     @classmethod
@@ -163,10 +159,8 @@ class RunDirectory:
                 f"model.chat_template: it is not what the run began with, which is in {self.chat_template}; name that one, or begin "
                 "a new run (resume=null)"
             )
-        try:
+        with writing(self.chat_template):
             self.chat_template.write_bytes(text.encode())
-        except OSError as error:
-            raise UserError(f"run.dir: {self.chat_template} cannot be written: {error.strerror}") from None
 
     def starts(self) -> list[str]:
         """Return when the run was started, and each time that it went on."""
@@ -188,14 +182,12 @@ class RunDirectory:
         all but the newest REPLAYS, and those whose weights are there. Raises UserError when the disk does not take it.
         """
         file = self.replay / replay_name(step)
-        try:
+        with writing(file):
             self.replay.mkdir(exist_ok=True)
             write_whole(file, data)
             for old, path in list(replays(self.path).items())[:-REPLAYS]:
                 if not self._has_weights(old - 1):
                     path.unlink()
-        except OSError as error:
-            raise UserError(f"{file} cannot be written: {error.strerror}") from None
 
     def _has_weights(self, step: int) -> bool:
         """Whether the weights after a step are there: those before the first are what the run began with."""

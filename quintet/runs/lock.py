@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from quintet.errors import UserError
+from quintet.errors import UserError, writing
 
 LOCK = "run.lock"
 """Its name in a run directory."""
@@ -51,18 +51,15 @@ class RunLock:
         self.left_behind: str | None = None
         """Who held it last and ended without releasing it."""
         # Not to be emptied before it is ours; and no child inherits it (PEP 446), or it would outlive us.
-        try:
+        with writing(path):
             self._file = path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}") from None
         try:
-            self._take()
-            self._write(json.dumps(_me()) + "\n")
-        except BaseException as error:
+            with writing(path):
+                self._take()
+                self._write(json.dumps(_me()) + "\n")
+        except BaseException:
             with contextlib.suppress(OSError):  # of what a full disk has not taken yet
                 self._file.close()
-            if isinstance(error, OSError):
-                raise UserError(f"{path} cannot be written: {error.strerror}") from None
             raise
         self._released = threading.Event()
         threading.Thread(target=self._beat, daemon=True, name="run lock").start()

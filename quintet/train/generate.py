@@ -12,7 +12,7 @@ from typing import Any
 from quintet.data.prompts import Messages, make_prompts
 from quintet.data.text_pieces import TextPieces
 from quintet.data.tokenizer import decoder
-from quintet.errors import UserError
+from quintet.errors import writing
 from quintet.recipe.schema import Recipe
 from quintet.train.evaluate import evaluate as evaluate_session
 from quintet.train.session import session
@@ -73,8 +73,6 @@ def evaluate(recipe: Recipe, samples: Path | None = None) -> dict[str, float]:
     with session(recipe, "eval") as s:
         results = evaluate_session(s, 0, show_all=samples is not None)
         if samples is not None:
-            try:
+            with writing(samples):
                 shutil.copyfile(s.observer.directory.samples, samples)
-            except OSError as error:
-                raise UserError(f"{samples} cannot be written: {error.strerror}") from None
         return results

@@ -154,7 +154,7 @@ def test_generate_reads_prompts_and_writes_samples(
 
     stub("quintet.train.generate", generate=generate)
     lines = tmp_path / "p.txt"
-    lines.write_text("two\n\nthree\n")
+    lines.write_text("\ufefftwo\n\nthree\n")
     rows = tmp_path / "p.jsonl"
     rows.write_text('{"prompt": "four"}\n')
     # Options may stand before, between and after the key=value arguments.
@@ -172,6 +172,8 @@ def test_generate_reads_prompts_and_writes_samples(
         (["--prompts", str(rows)], "p.jsonl:2: expected an object with a text 'prompt'"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: No such file"),
         (["--prompt", "x", "--output", "no/where.jsonl"], "--output: there is no directory no"),
+        (["--prompt", "x", "--output", str(tmp_path)], f"--output: {tmp_path} is a directory, or may not be"),
+        (["--prompt", "x", "--output", "/dev/full"], "/dev/full cannot be written: No space left"),
     ):
         assert main(["generate", recipe, *arguments]) == 2
         assert said in capsys.readouterr().err
@@ -194,6 +196,8 @@ def test_eval_prints_and_writes_results(
     capsys.readouterr()
     assert main(["eval", recipe, "--samples", "no/where.jsonl"]) == 2
     assert "--samples: there is no directory no" in capsys.readouterr().err
+    assert main(["eval", recipe, "--output", "/dev/full"]) == 2
+    assert "/dev/full cannot be written: No space left" in capsys.readouterr().err
 
 
 def test_report_leaves_a_run_that_is_under_way_alone(
