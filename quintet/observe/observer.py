@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 
 from quintet.errors import Stopped
 from quintet.observe.acceptance import AcceptanceFalls
@@ -162,7 +163,7 @@ class Observer:
             for key, value in line.items()
             if isinstance(value, float) and key.startswith("eval/")
         )
-        self.console.print(f"[bold cyan]evaluation after step {step}[/]  {shown}", soft_wrap=True)
+        self.console.print(f"[bold cyan]evaluation after step {step}[/]  {escape(shown)}", soft_wrap=True)
 
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Write samples to samples.jsonl: prompt, response, answer, reward, and what else there is."""
@@ -191,10 +192,9 @@ class Observer:
                 tracker.close()
             self._release()
             return
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | Stopped)
-        status = "finished" if kind is None else "interrupted" if interrupted else "failed"
-        summary: dict[str, Any] = {"status": status, "run": self.directory.path.name}
+        summary: dict[str, Any] = {"status": "finished", "run": self.directory.path.name}
         if kind is not None:
+            summary["status"] = "interrupted" if issubclass(kind, KeyboardInterrupt | Stopped) else "failed"
             told = next(iter(str(error).strip().splitlines()), kind.__name__)
             summary |= {"error": told, "phase": self.phases.failed_in}
         try:

@@ -322,12 +322,13 @@ def test_without_keep_nothing_is_left_and_standard_output_stays_clean(
 def test_an_evaluations_memory_keeps_its_name_and_stays_off_its_line(observe) -> None:
     observer, printed = observe()
     with observer:
-        observer.evaluation(0, {"accuracy": 0.25, "memory/host_gib": 1.5, "memory/device_gib": 20.0})
+        memory = {"memory/host_gib": 1.5, "memory/device_gib": 20.0}
+        observer.evaluation(0, {"accuracy": 0.25, "reward/level[easy]": 0.5, **memory})
     (line,) = read_metrics(observer.directory.metrics)
     assert {"eval/accuracy": 0.25, "memory/host_gib": 1.5, "memory/device_gib": 20.0}.items() <= line.items()
     assert json.loads(observer.directory.summary.read_text())["device_gib_peak"] == 20.0
     said = next(one for one in printed.getvalue().splitlines() if one.startswith("evaluation after"))
-    assert said.split("  ")[1:] == ["accuracy 0.250"]
+    assert said.split("  ")[1:] == ["accuracy 0.250", "reward/level[easy] 0.500"]
 
 
 def test_sft_alone_is_the_main_stage(observe) -> None:
