@@ -6,7 +6,7 @@ import pytest
 
 from tools.code_lines import by_file, by_room, code_lines, recipe_keys
 
-MOST_LINES = {"quintet": 35_659, "observe": 1_518, "sync": 1_454}
+MOST_LINES = {"quintet": 35_653, "observe": 1_518, "sync": 1_454}
 """Of today; the aim is 26,800."""
 MOST_RECIPE_KEYS = 164
 SHORTEN = "take out what is there twice before more goes in (python tools/code_lines.py --files)"
