@@ -33,8 +33,8 @@ class UserError(QuintetError):
 
 
 @contextmanager
-def reading(file: Path, how: str = "read") -> Iterator[None]:
-    """Raise UserError naming a file that is read within the block for what the system has against that."""
+def reading(file: Path | str, how: str = "read") -> Iterator[None]:
+    """Raise UserError naming a file, or a recipe's key and its file, for what the system has against reading it within the block."""
     try:
         yield
     except OSError as error:

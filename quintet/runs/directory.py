@@ -101,7 +101,7 @@ class RunDirectory:
         else:
             raise UserError(f"run.dir: {recipe.run.dir} already holds a thousand runs named {name}")
         directory = cls(path, RunLock(path / LOCK))
-        with writing(path):
+        with writing(f"run.dir: {path}"):
             directory._describe(recipe)
         return directory
 
@@ -159,7 +159,7 @@ class RunDirectory:
                 f"model.chat_template: it is not what the run began with, which is in {self.chat_template}; name that one, or begin "
                 "a new run (resume=null)"
             )
-        with writing(self.chat_template):
+        with writing(f"run.dir: {self.chat_template}"):
             self.chat_template.write_bytes(text.encode())
 
     def starts(self) -> list[str]:
